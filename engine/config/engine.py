@@ -1,0 +1,55 @@
+"""`EngineConfig`: every resolved fact an engine rank needs, frozen and picklable. Built by `engine.config.resolve`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config.model import DrafterConfig, TargetConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """All ranks of one engine share one EngineConfig; nothing writes to it.
+
+    max_draft_len:   K's upper limit, 0 without a drafter.
+    draft_len_choices: the declared program widths, ascending, containing 0 and max_draft_len.
+    draft_len_schedule: ((batch size upper bound inclusive, K), ...) ascending; above the last key K = 0.
+    num_blocks:      KV blocks including the null block 0.
+    pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
+    """
+
+    model_dir: str
+    target: TargetConfig
+    drafter_dir: str | None
+    drafter: DrafterConfig | None
+    identity: str  # target and drafter identity and dtype, part of every prefix-cache key
+    load_format: str = "auto"
+    drafter_load_format: str = "auto"
+    dtype: Literal["float32", "bfloat16"]
+    device: Literal["cpu", "cuda"]
+    num_threads: int
+    tensor_parallel_size: int
+    drafter_tensor_parallel: bool
+    hidden_state_gather: Literal["taps", "fused"]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool
+    pipeline_depth: Literal[0, 1]
+    max_draft_len: int
+    draft_len_choices: tuple[int, ...]
+    draft_len_schedule: tuple[tuple[int, int], ...]
+    gate_window: int  # 0: no gate
+    gate_threshold: float
+    debug_checks: bool = False
+
+    @property
+    def lookahead(self) -> int:
+        """Slots past committed_len that the drafter's block may write (W), 0 without a drafter."""
+        return self.drafter.block_size if self.drafter is not None else 0
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Block-table width: max_model_len plus the drafter's lookahead, rounded up to a block."""
+        return -(-(self.max_model_len + self.lookahead) // self.block_size)

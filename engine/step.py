@@ -1,0 +1,125 @@
+"""What crosses the line between the host (scheduler) and the device (runner) in one engine step.
+
+The scheduler writes a `StepPlan`; every rank executes the same plan; rank 0's `StepResult` comes back. Both are plain
+messages (msgspec), so a plan travels to the other ranks as bytes. Nothing here knows torch, Ray or HTTP.
+
+Lengths, for one request (positions are absolute, 0-based):
+
+    0 ........ committed_len-1 | committed_len | committed_len+1 .. committed_len+k | .. committed_len+W-1
+    target and draft K/V exist | last_token    | drafts, verified by the next T     | drafter's block (lookahead)
+
+`committed_len` counts tokens whose target K/V exist. `last_token` (the bonus token) sits at position committed_len and is
+the first input of the next verify. A request therefore has committed_len + 1 tokens.
+"""
+
+import enum
+
+import msgspec
+
+
+class Finish(enum.IntEnum):
+    """Why the device ended a request in this step."""
+
+    NONE = 0
+    STOP = 1  # an end-of-sequence or stop token id; it is the last emitted token
+    LENGTH = 2  # the request's own max_len
+
+
+class SlotInit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """State uploaded when a request takes a slot (first admission, or resume after preemption).
+
+    prompt_len:  tokens of the user's prompt; output begins at this position (also after a resume).
+    max_len:     total tokens (prompt + output) at which the request ends with LENGTH; <= max_model_len.
+    min_len:     stop ids are masked out of the sampling while the request has fewer than this many tokens in total.
+    stop_token_ids: every id that ends the request (end-of-sequence ids included unless ignored).
+    num_logprobs: -1 none; n >= 0: the emitted token's log-probability and the n most likely alternatives.
+    """
+
+    slot: int
+    generation: int
+    prompt_len: int
+    max_len: int
+    min_len: int
+    temperature: float
+    top_k: int  # 0: off
+    top_p: float  # 1.0: off
+    min_p: float  # 0.0: off
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    num_logprobs: int = -1
+
+
+class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """`token_ids` at positions start .. start+len-1 of a slot. samples: the chunk ends the prompt, so a token is drawn."""
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    samples: bool
+
+
+class BlockTableUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Block ids written to a slot's block table from entry `first_index` on."""
+
+    slot: int
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One step: T over the decode slots (verify_len drafts each) and the prefill chunks, then D.
+
+    verify_len: K of T. A row's own drafts are min(verify_len, its draft_count, max_len - 2 - committed_len).
+    draft_len:  K of D: drafts made for the next step; 0 skips the drafting but never the drafter's context.
+    Order of application: new_slots, block_updates, T, D.
+    """
+
+    step_id: int
+    verify_len: int
+    draft_len: int
+    decode_slots: tuple[int, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
+    new_slots: tuple[SlotInit, ...] = ()
+    block_updates: tuple[BlockTableUpdate, ...] = ()
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Raw-model log-probabilities (before temperature and filters) of one emitted token.
+
+    rank: 1-based rank of the token. top_ids/top_logprobs: the num_logprobs most likely tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one sampling row did. token_ids is empty for a row that was already finished on the device.
+
+    num_drafted:  k, the row's own drafts in this verify (0 for a prefill row).
+    num_accepted: drafts that matched, before any cut by a stop or by the length limit (<= num_drafted).
+    len(token_ids) <= num_accepted + 1; smaller only when the block was cut.
+    """
+
+    slot: int
+    generation: int
+    token_ids: tuple[int, ...]
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish: Finish = Finish.NONE
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Rows in plan order: every decode slot, then every prefill chunk that samples.
+
+    digest: hash of tokens and counts, equal on every rank. duration_s: device time of the step.
+    """
+
+    step_id: int
+    rows: tuple[RowResult, ...]
+    duration_s: float
+    digest: int = 0
