@@ -16,7 +16,7 @@ from engine.config.resolve import resolve_engine_config
 from engine.core import EngineCore
 from engine.output_processor import RequestState
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.parallel.plan_ring import PlanWriter
+from engine.parallel.plan_ring import PlanWriter, new_ring_name
 from engine.rank import EngineRank, FollowerSpec
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -24,6 +24,7 @@ from engine.step import StepPlan
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | dict[str, Any]
+_FOLLOWER_START_S = 120.0
 _FOLLOWER_EXIT_S = 20.0
 
 
@@ -65,6 +66,8 @@ class LLM:
         try:
             init_method = self._start_followers()
             self._rank = EngineRank(self.config, rank=0, init_method=init_method)
+            if self._ring is not None:
+                self._ring.wait_attached(_FOLLOWER_START_S)
         except BaseException:
             self.close()
             raise
@@ -119,8 +122,7 @@ class LLM:
             return
         self._closed = True
         if self._ring is not None:
-            if all(f.poll() is None for f in self._followers):
-                self._ring.send(b"")
+            self._ring.close()  # followers leave when they have read everything
         if hasattr(self, "_rank"):
             self._rank.close()
         for follower in self._followers:
@@ -129,8 +131,6 @@ class LLM:
             except subprocess.TimeoutExpired:
                 follower.kill()
                 follower.wait()
-        if self._ring is not None:
-            self._ring.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -191,7 +191,7 @@ class LLM:
         if size == 1:
             return None
         init_method = f"tcp://127.0.0.1:{_free_port()}"
-        self._ring = PlanWriter.create(num_readers=size - 1)
+        self._ring = PlanWriter(new_ring_name(), num_readers=size - 1)
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
         for rank in range(1, size):
             spec = FollowerSpec(

@@ -14,7 +14,7 @@ import torch
 
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.engine import EngineConfig
-from engine.parallel.plan_ring import PlanReader
+from engine.parallel.plan_ring import PlanReader, PlanRingClosed
 from engine.parallel.tp_group import TpGroup
 from engine.runner.runner import ModelRunner
 from engine.step import StepPlan
@@ -73,22 +73,23 @@ class EngineRank:
             config=config,
             target=target,
             drafter=drafter,
-            kv=KvCache.create(config, self.tp, device),
+            kv=KvCache.create(config, self.tp),
             tp=self.tp,
             device=device,
         )
         say("ready")
 
     def follow(self, reader: PlanReader) -> None:
-        """Execute plans until rank 0 sends an empty message (a clean end).
+        """Execute plans until rank 0 closes the ring.
 
         Raises:
-            the reader's error when rank 0 is gone.
+            PlanRingError: rank 0 died.
         """
         decoder = msgspec.msgpack.Decoder(StepPlan)
         while True:
-            message = reader.recv(timeout_s=None)
-            if not message:
+            try:
+                message = reader.recv(timeout_s=None)
+            except PlanRingClosed:
                 return
             self.runner.launch(decoder.decode(message))
             self.runner.collect()
@@ -102,7 +103,7 @@ def follow_from_stdin() -> None:
     """Entry point of a follower process."""
     spec: FollowerSpec = pickle.load(sys.stdin.buffer)
     rank = EngineRank(spec.config, rank=spec.rank, init_method=spec.init_method)
-    reader = PlanReader(spec.ring_name, spec.rank - 1)
+    reader = PlanReader(spec.ring_name, index=spec.rank - 1)
     try:
         rank.follow(reader)
     finally:

@@ -16,7 +16,8 @@ from engine.parallel.tp_group import TpGroup
 from engine.runner.batch import DecodeBlock, InputBuilder
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
-from engine.sampling.sampler import SamplingRows, sample
+from engine.sampling.filters import FilterFlags
+from engine.sampling.sampler import SamplingRows, greedy_tokens, sample, stops_are_masked
 from engine.sampling.verify import verify
 from engine.step import PrefillChunk
 
@@ -149,8 +150,7 @@ class DecideAndDraft:
         num_rows = slots_S.shape[0]
         masks_MH = hidden_NH.view(num_rows, width, -1)[:, 1 : draft_len + 1].reshape(num_rows * draft_len, -1)
         logits_MV = self._target.logits(masks_MH)
-        rows = SamplingRows.greedy(logits_MV.shape[0], logits_MV.device)
-        drafts_M = sample(logits_MV, rows, self._tp, self._target.vocab_start)
+        drafts_M = greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
         state.draft_tokens[slots_S, :draft_len] = drafts_M.view(num_rows, draft_len)
         state.draft_count[slots_S] = torch.where(live_S, draft_len, 0)
 
@@ -164,8 +164,16 @@ class DecideAndDraft:
     ) -> torch.Tensor:
         """One token of the target's own per logit row. A row's token depends on its request and position alone."""
         state = self._state
-        inits = [state.inits[s] for s in slots_S.tolist()]
-        assert all(i is not None for i in inits), "a plan names a slot that holds no request"
+        inits = [state.init_of(slot) for slot in slots_S.tolist()]
+        flags = FilterFlags.of(
+            [i.temperature for i in inits],
+            [i.top_k for i in inits],
+            [i.top_p for i in inits],
+            [i.min_p for i in inits],
+        )
+        mask_stops = any(i.min_len > i.prompt_len for i in inits)
+        if flags.all_greedy and not mask_stops:
+            return greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
         columns_Q = torch.arange(width, device=logits_MV.device)
         drawn_at_M = torch.cat(
             [(committed_S[:num_decode, None] + 1 + columns_Q).flatten(), committed_S[num_decode:] + 1]
@@ -178,17 +186,13 @@ class DecideAndDraft:
             min_p_N=state.min_p[slots_M],
             seed_N=state.seed[slots_M],
             position_N=drawn_at_M,
-            stop_ids_NS=state.stop_ids[slots_M],
-            mask_stops_N=drawn_at_M < state.min_len[slots_M],
-            all_greedy=all(i.temperature == 0.0 for i in inits if i is not None),
-            any_filter=any(_filters(i) for i in inits if i is not None),
-            any_mask_stops=any(i.min_len > i.prompt_len for i in inits if i is not None),
+            stop_ids_NS=state.stop_ids[slots_M] if mask_stops else None,
+            mask_stops_N=stops_are_masked(drawn_at_M, state.min_len[slots_M]) if mask_stops else None,
+            all_greedy=flags.all_greedy,
+            any_filter=flags.any_filter,
+            sort_width=flags.sort_width,
         )
         return sample(logits_MV, rows, self._tp, self._target.vocab_start)
-
-
-def _filters(init: object) -> bool:
-    return init.temperature > 0 and (init.top_k > 0 or init.top_p < 1.0 or init.min_p > 0.0)
 
 
 def _rows_of(drawn_M: torch.Tensor, num_decode: int, width: int, num_ends: int) -> torch.Tensor:

@@ -46,7 +46,6 @@ class ModelRunner:
         self._draft_program = DecideAndDraft(
             config=config, target=target, drafter=drafter, kv=kv, state=self.state, builder=self._builder, tp=tp
         )
-        self._vocab_start = target.vocab_start
         self._results: deque[StepResult] = deque()
 
     @torch.inference_mode()
@@ -67,7 +66,7 @@ class ModelRunner:
             self._draft_program.draft(decision.slots_S, plan.draft_len)
         rows = ()
         if decision is not None:
-            rows = row_results(decision, self.state, step.logits_MV, plan, self.tp, self._vocab_start)
+            rows = row_results(decision, self.state, step.logits_MV, plan, self.tp)
         duration_s = time.perf_counter() - started
         self._results.append(
             StepResult(step_id=plan.step_id, rows=rows, duration_s=duration_s, digest=_digest(decision))

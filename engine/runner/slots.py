@@ -44,7 +44,7 @@ class SlotState:
         self.min_p = torch.zeros(size, dtype=torch.float32, device=device)
         self.stop_ids = torch.full((size, _MIN_STOP_COLUMNS), -1, dtype=torch.int64, device=device)
         # Host copy of what decides which code runs, so that no step reads the device back for it.
-        self.inits: list[SlotInit | None] = [None] * size
+        self._inits: list[SlotInit | None] = [None] * size
 
     def apply(self, plan: StepPlan) -> None:
         """Upload a plan's new slots and block-table changes, in that order."""
@@ -54,6 +54,12 @@ class SlotState:
             end = update.first_index + len(update.block_ids)
             assert end <= self.block_table.shape[1], "block table overflow: the scheduler reserved past max_model_len"
             self.block_table[update.slot, update.first_index : end] = torch.tensor(update.block_ids, device=self._device)
+
+    def init_of(self, slot: int) -> SlotInit:
+        """The host's copy of what the slot's request asked for."""
+        init = self._inits[slot]
+        assert init is not None, f"slot {slot} holds no request"
+        return init
 
     def _assign(self, inits: tuple[SlotInit, ...]) -> None:
         self._widen_stop_ids(max(len(i.stop_token_ids) for i in inits))
@@ -79,7 +85,7 @@ class SlotState:
         self.finished[slots] = False
         self.block_table[slots] = 0
         for init in inits:
-            self.inits[init.slot] = init
+            self._inits[init.slot] = init
 
     def _widen_stop_ids(self, needed: int) -> None:
         have = self.stop_ids.shape[1]

@@ -40,7 +40,7 @@ def mixed_truth(llm: LLM, truth: dict[int, list[int]], p_right: float, seed: int
     vocab = llm.config.target.vocab_size
 
     def proposal(slot: int, position: int) -> int:
-        tokens = truth[llm._rank.runner.state.inits[slot].seed]
+        tokens = truth[llm._rank.runner.state.init_of(slot).seed]
         if position < len(tokens) and rng.random() < p_right:
             return tokens[position]
         return rng.randrange(vocab)
