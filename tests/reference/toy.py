@@ -9,9 +9,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.config.engine import EngineConfig
-from engine.config.model import parse_drafter_config, parse_target_config
-
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -105,37 +102,3 @@ def make_drafter(directory: Path, target: nn.Module, *, seed: int = 1, **overrid
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
     save_file(weights, directory / "model.safetensors")
-
-
-def engine_config(target_dir: Path, drafter_dir: Path | None = None, **overrides: Any) -> EngineConfig:
-    """An EngineConfig for the models under test: float32 on the CPU, 64 blocks of 4 unless overridden."""
-    target = parse_target_config(target_dir)
-    drafter = parse_drafter_config(drafter_dir, target) if drafter_dir is not None else None
-    draft_len = drafter.block_size - 1 if drafter is not None else 0
-    values: dict[str, Any] = {
-        "model_dir": str(target_dir),
-        "target": target,
-        "drafter_dir": str(drafter_dir) if drafter_dir is not None else None,
-        "drafter": drafter,
-        "identity": "toy",
-        "dtype": "float32",
-        "device": "cpu",
-        "num_threads": 1,
-        "tensor_parallel_size": 1,
-        "drafter_tensor_parallel": True,
-        "hidden_state_gather": "fused",
-        "max_model_len": 128,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "block_size": 4,
-        "num_blocks": 64,
-        "enable_prefix_caching": True,
-        "pipeline_depth": 0,
-        "max_draft_len": draft_len,
-        "draft_len_choices": tuple(sorted({0, draft_len})),
-        "draft_len_schedule": (),
-        "gate_window": 0,
-        "gate_threshold": 0.0,
-        **overrides,
-    }
-    return EngineConfig(**values)
