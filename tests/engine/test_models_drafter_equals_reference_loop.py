@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from tests.reference.dflash_loop import ReferenceDrafter, dflash_generate, run_target
 from tests.reference.paged import PagedModels, Piece, engine_config
-from tests.reference.toy import make_drafter, make_target
+from tests.reference.toy import fit_drafter, make_drafter, make_target
 
+PROMPT = [17, 4, 90, 33, 21, 56, 3]
 SHAPES = [
     {},
     {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 54, "tie_word_embeddings": True},
@@ -22,6 +23,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp("pair")
     target = make_target(directory / "target", "llama", **request.param)
     make_drafter(directory / "drafter", target)
+    fit_drafter(directory / "drafter", target, [PROMPT])
     return target, directory / "target", directory / "drafter"
 
 
@@ -65,11 +67,11 @@ def test_block_sees_the_whole_block_and_no_stale_rows(models: tuple[nn.Module, P
 @torch.inference_mode()
 def test_tokens_and_accepted_counts(models: tuple[nn.Module, Path, Path], draft_len: int) -> None:
     target, _, drafter_dir = models
-    prompt = [17, 4, 90, 33, 21, 56, 3]
-    want = dflash_generate(target, ReferenceDrafter(drafter_dir), prompt, max_new_tokens=30, draft_len=draft_len)
-    tokens, accepted = load(models, 2).generate(prompt, seq=1, max_new_tokens=30, draft_len=draft_len)
+    want = dflash_generate(target, ReferenceDrafter(drafter_dir), PROMPT, max_new_tokens=30, draft_len=draft_len)
+    tokens, accepted = load(models, 2).generate(PROMPT, seq=1, max_new_tokens=30, draft_len=draft_len)
     assert tokens == want.tokens
     assert accepted == want.accepted
+    assert 0 < sum(accepted) < draft_len * len(accepted)
 
 
 @torch.inference_mode()

@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.reference.dflash_loop import ReferenceDrafter, run_target
+
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -102,3 +104,35 @@ def make_drafter(directory: Path, target: nn.Module, *, seed: int = 1, **overrid
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
     save_file(weights, directory / "model.safetensors")
+
+
+def fit_drafter(
+    directory: Path, target: nn.Module, prompts: list[list[int]], *, text_len: int = 40, steps: int = 40
+) -> None:
+    """Overfits the drafter in `directory` to the target's greedy continuations, so that drafts get accepted."""
+    drafter = ReferenceDrafter(directory)
+    W, generator = drafter.block_size, torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        texts = [
+            target.generate(
+                torch.tensor([p]), max_new_tokens=text_len, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            for p in prompts
+        ]
+        taps = [run_target(target, text[0].tolist(), drafter.target_layer_ids)[1] for text in texts]
+        embedding = target.get_input_embeddings().weight.clone()
+        head = target.get_output_embeddings().weight.clone()
+    for weight in drafter.weights.values():
+        weight.requires_grad_(True)
+    optimiser = torch.optim.Adam(drafter.weights.values(), lr=2e-2)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for text, tap in zip(texts, taps, strict=True):
+            anchor = int(torch.randint(4, text.shape[1] - W, (), generator=generator))
+            block = torch.tensor([int(text[0, anchor]), *[drafter.mask_token_id] * (W - 1)])
+            hidden = drafter.block(embedding[block], drafter.context(tap[:anchor]), anchor)
+            loss = loss + nn.functional.cross_entropy(hidden[1:] @ head.T, text[0, anchor + 1 : anchor + W])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    save_file({name: w.detach().contiguous() for name, w in drafter.weights.items()}, directory / "model.safetensors")
