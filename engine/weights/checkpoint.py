@@ -48,7 +48,8 @@ def checkpoint_identity(directory: Path) -> str:
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in weight_files(directory):
         status = path.stat()
-        stamp = path.resolve().name if path.is_symlink() else str(status.st_mtime_ns)
+        blob = path.resolve()
+        stamp = blob.name if blob.parent.name == "blobs" else str(status.st_mtime_ns)
         digest.update(f"\0{path.name}\0{status.st_size}\0{stamp}\0".encode())
         digest.update(_header(path))
     return digest.hexdigest()
