@@ -42,8 +42,8 @@ def weight_files(directory: Path) -> list[Path]:
 def checkpoint_identity(directory: Path) -> str:
     """A hex digest that changes when the checkpoint does, without reading the weights.
 
-    Covers config.json, and of every weight file name, size, header and modification time; for a file of the Hugging Face
-    cache, whose name there is a hash of its content, that name instead of the time.
+    Covers config.json, and of every weight file name, size, header and modification time; for a file of the Hugging
+    Face cache, whose name there is a hash of its content, that name instead of the time.
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in weight_files(directory):

@@ -47,14 +47,14 @@ def fetch_repo(repo_id: str, revision: str | None) -> Path:
         raise ValueError(f"revision: {repo_id!r} has no branch, tag or commit {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{repo_id!r} was not found on {constants.ENDPOINT} (HTTP {_status(error)}), and there is no local directory "
-            f"{os.path.abspath(repo_id)}. If the repository is private, set HF_TOKEN to a token with access to it"
+            f"{repo_id!r} was not found on {constants.ENDPOINT} (HTTP {_status(error)}), and there is no local "
+            f"directory {os.path.abspath(repo_id)}. If the repository is private, set HF_TOKEN to a token with access"
         ) from error
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
             raise ValueError(
-                f"{where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set: download it once with "
-                "HF_HUB_OFFLINE unset, or give a local directory"
+                f"{where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set: download it once "
+                "with HF_HUB_OFFLINE unset, or give a local directory"
             ) from error
         raise ValueError(
             f"{where} could not be downloaded from {constants.ENDPOINT} and is not in the cache "
@@ -71,7 +71,7 @@ def fetch_repo(repo_id: str, revision: str | None) -> Path:
     except _CLIENT_ERROR as error:
         raise ValueError(
             f"the connection to {constants.ENDPOINT} broke {_DOWNLOAD_ATTEMPTS} times while {where} was downloaded "
-            f"({error}); what arrived is kept, so starting again resumes"
+            f"({error}); finished files are kept, so starting again goes on with the next"
         ) from error
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is neither a local directory nor a Hugging Face model id: {error}") from error
@@ -80,7 +80,7 @@ def fetch_repo(repo_id: str, revision: str | None) -> Path:
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
-    """Try again after a broken connection: each attempt goes on where the last one stopped."""
+    """Try again after a break the library does not resume from itself; finished files are not fetched twice."""
     for attempt in range(1, _DOWNLOAD_ATTEMPTS + 1):
         try:
             return Path(

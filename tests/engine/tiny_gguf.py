@@ -1,4 +1,4 @@
-"""A tiny Llama written as GGUF the way llama.cpp's converter does, with a byte-level BPE tokenizer trained on the spot."""
+"""A tiny Llama written as GGUF the way llama.cpp's converter does, with a byte-level BPE trained on the spot."""
 
 import json
 from pathlib import Path
