@@ -23,7 +23,14 @@ def make_config(**changes: object) -> EngineConfig:
     """A small engine; `width` is the drafter's block width W (0: no drafter)."""
     width = changes.pop("width", 8)
     rope = RopeConfig(theta=10000.0)
-    sizes = {"num_layers": 2, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+    }
     target = TargetConfig(
         architecture="LlamaForCausalLM",
         vocab_size=VOCAB_SIZE,
@@ -206,7 +213,9 @@ class FakeRunner:
         self._read(self.target, slot, start)
         for j in range(k + 1):
             right = j <= num_accepted
-            self._write(self.target, slot, start + j, story.contents[start + j] if right else ("wrong", slot, start + j))
+            self._write(
+                self.target, slot, start + j, story.contents[start + j] if right else ("wrong", slot, start + j)
+            )
         token_ids = story.token_ids[start + 1 : start + 2 + num_accepted]
         assert len(token_ids) == num_accepted + 1
         for index, token_id in enumerate(token_ids):
@@ -297,7 +306,15 @@ class FakeRunner:
             return
         bucket = next(b for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if b >= num_rows)
         key = (min(bucket, self.config.max_num_seqs), plan.verify_len)
-        empty = {"steps": 0, "rows": 0, "tokens": 0, "decode_steps": 0, "decode_time_s": 0.0, "at_risk": {}, "accepted": {}}
+        empty = {
+            "steps": 0,
+            "rows": 0,
+            "tokens": 0,
+            "decode_steps": 0,
+            "decode_time_s": 0.0,
+            "at_risk": {},
+            "accepted": {},
+        }
         cell = self.recount.cells.setdefault(key, empty)
         cell["steps"] += 1
         if not plan.prefill and plan.verify_len == plan.draft_len:
