@@ -346,6 +346,10 @@ class EngineCore:
         if self._gate is not None:
             self._gate.reset()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests keep their blocks. Makes a measurement start cold."""
+        self._kv.pool.drop_cache()
+
     # ------------------------------------------------------------------------------------------------------ views
 
     def counters(self) -> CounterSnapshot:

@@ -143,15 +143,17 @@ class Scheduler:
         num_fitting = self._max_num_batched_tokens // (verify_cap + 1)
         if len(rows) > num_fitting:
             rows.sort(key=lambda seq: seq.last_step_id)  # stable: equally idle rows stay in admission order
-            del rows[num_fitting:]
         draft = _Draft(
-            budget=self._max_num_batched_tokens - len(rows) * (verify_cap + 1),
+            budget=self._max_num_batched_tokens,
             lookahead_len=self._num_steps_ahead * (draft_len + 1) + self._lookahead,
             may_preempt=may_preempt,
         )
         for seq in rows:
+            if len(draft.decode) == num_fitting:
+                break
             if seq.state is SequenceState.RUNNING and self._own(draft, seq, self._slots_needed(seq, verify_cap)):
                 draft.decode.append(seq)
+        draft.budget -= len(draft.decode) * (verify_cap + 1)
         return draft, verify_cap
 
     def _slots_needed(self, seq: Sequence, verify_len: int) -> int:

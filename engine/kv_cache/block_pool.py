@@ -111,7 +111,7 @@ class BlockPool:
         return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
 
     def drop_cache(self) -> None:
-        """Forgets every key (owned blocks keep their owners). For a change of weights, and for tests."""
+        """Forgets every key (owned blocks keep their owners)."""
         for block_id in list(self._cached):
             self._evict(block_id)
             self._free.append(block_id)

@@ -70,7 +70,7 @@ def drafts_at_risk(*, num_tokens: int, num_drafted: int, num_accepted: int) -> t
 
 
 class _Cell:
-    __slots__ = ("steps", "rows", "tokens", "decode_steps", "decode_time_s", "outcomes")
+    __slots__ = ("decode_steps", "decode_time_s", "outcomes", "rows", "steps", "tokens")
 
     def __init__(self) -> None:
         self.steps = 0

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from fake_runner import Harness, expected_output, make_config
+from fake_runner import Harness, make_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
