@@ -138,7 +138,6 @@ def thresholds_with(change: str) -> Callable[..., torch.Tensor]:
     [
         ("top_k + 1", "top_k"),
         ("top_k - 1", "top_k"),
-        ("top_k + 1", "top_k and top_p"),
         ("top_p before top_k", "top_k and top_p"),
         ("top_p before min_p", "min_p and top_p"),
         ("no top_p", "top_p"),
