@@ -29,6 +29,7 @@ class Choice:
     Args:
         index: position in the response.
         counts_prompt: whether this choice's prompt counts in the usage (the first choice of each prompt).
+        echo_only: nothing is to be generated (max_tokens 0 with echo); the engine never sees the request.
         tracker, format_logprobs: both None unless the client asked for log-probabilities.
     """
 
@@ -39,6 +40,7 @@ class Choice:
         request: EngineRequest,
         state: RequestState,
         counts_prompt: bool,
+        echo_only: bool = False,
         tracker: LogprobTracker | None = None,
         format_logprobs: FormatLogprobs | None = None,
     ) -> None:
@@ -46,10 +48,12 @@ class Choice:
         self.request = request
         self.state = state
         self.counts_prompt = counts_prompt
+        self.echo_only = echo_only
         self.token_ids: list[int] = []
         self.logprobs: list[Any] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.first_token_at: float | None = None  # time.monotonic()
         self.num_cached_tokens = 0
         self.num_drafted = 0
         self.num_accepted = 0
@@ -83,6 +87,11 @@ class Choice:
             stop_reason=chunk.stop_reason,
         )
         return update, chunk.abort
+
+    def finish_empty(self) -> ChoiceUpdate:
+        """The only update of a choice that generates nothing."""
+        self.finish_reason = "length"
+        return ChoiceUpdate(index=self.index, text="", token_ids=(), finish_reason="length")
 
     def _release_logprobs(self, logprobs: Sequence[Any] | None, is_last: bool) -> Any:
         if self._tracker is None or self._format_logprobs is None:

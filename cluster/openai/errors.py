@@ -22,6 +22,7 @@ ERROR_TYPES: Mapping[int, str] = {
 }
 MAX_LISTED_ERRORS = 10
 MAX_MESSAGE_CHARS = 200
+RULE_ERROR = "broken_rule"  # pydantic error type of a rule between fields; its context names the param
 
 # pydantic's error type -> (our code, our message or None for pydantic's own).
 _VALIDATION_CODES: Mapping[str, tuple[str | None, str | None]] = {
@@ -140,6 +141,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     for index, error in enumerate(errors[:MAX_LISTED_ERRORS]):
         code, own_message = _VALIDATION_CODES.get(str(error.get("type")), ("invalid_value", None))
         location = [str(part) for part in error.get("loc", ()) if part not in ("body", "query", "path")]
+        if error.get("type") == RULE_ERROR:
+            location.append(str(error["ctx"]["param"]))
         param = clip(".".join(location)) or None
         text = own_message if own_message is not None else _plain(str(error.get("msg", "invalid value")))
         if param is None and own_message == "a value is required":

@@ -40,16 +40,14 @@ class Engine(Protocol):
 class GenerationObserver(Protocol):
     """Told about the progress of generations (metrics)."""
 
-    def on_delta(self, delta: TokenDelta) -> None:
-        """Every delta that reaches a client."""
-        ...
-
     def on_first_token(self, seconds: float) -> None:
         """Time from the request's arrival to its first token."""
         ...
 
-    def on_finish(self, *, reason: str, prompt_tokens: int, cached_tokens: int, generated: int, seconds: float) -> None:
-        """A choice ended; reason: its finish_reason, "abort" or "error"."""
+    def on_finish(
+        self, *, reason: str, prompt_tokens: int, generated: int, seconds: float, decode_seconds: float
+    ) -> None:
+        """A choice ended; reason: its finish_reason, "abort" or "error"; decode_seconds: since its first token."""
         ...
 
 
@@ -118,12 +116,14 @@ class Generation:
 
     async def _single(self, choice: Choice) -> AsyncGenerator[ChoiceUpdate, None]:
         """Updates of one choice, straight from the engine's deltas."""
+        if choice.echo_only:
+            yield choice.finish_empty()
+            return
         request_id = choice.request.request_id
         self._in_engine.add(request_id)
         deltas = self._engine.submit(choice.request)
         try:
             async for delta in deltas:
-                self._observer.on_delta(delta)
                 if delta.finish_reason in ("error", "abort"):
                     self._in_engine.discard(request_id)
                     self._report(choice, delta.finish_reason)
@@ -131,6 +131,8 @@ class Generation:
                     raise internal_error()
                 if delta.finish_reason is not None:
                     self._in_engine.discard(request_id)
+                if choice.first_token_at is None:
+                    choice.first_token_at = time.monotonic()
                 update, must_abort = choice.update(delta)
                 if must_abort:
                     self._engine.abort(request_id)
@@ -181,12 +183,13 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _report(self, choice: Choice, reason: str) -> None:
+        now = time.monotonic()
         self._observer.on_finish(
             reason=reason,
             prompt_tokens=len(choice.request.prompt_token_ids),
-            cached_tokens=choice.num_cached_tokens,
             generated=len(choice.token_ids),
-            seconds=time.monotonic() - self._arrived,
+            seconds=now - self._arrived,
+            decode_seconds=0.0 if choice.first_token_at is None else now - choice.first_token_at,
         )
 
 

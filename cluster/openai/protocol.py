@@ -7,6 +7,9 @@ Types are strict (a number in a string is an error), null means "not given", unk
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from cluster.openai.errors import RULE_ERROR
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 4
@@ -17,6 +20,11 @@ Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _broken_rule(param: str, message: str) -> PydanticCustomError:
+    """The error of a rule between fields, blamed on `param`. The message is a literal: braces in it have no meaning."""
+    return PydanticCustomError(RULE_ERROR, "{message}", {"param": param, "message": message})
 
 
 class Body(BaseModel):
@@ -74,7 +82,7 @@ class GenerationRequest(Body):
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed together with stream: true")
+            raise _broken_rule("stream_options", "only allowed together with stream: true")
         return self
 
     @property
@@ -131,9 +139,9 @@ class ChatMessage(Body):
         extra = self.model_extra or {}
         for field in ("tool_calls", "function_call", "audio"):
             if extra.get(field) is not None:
-                raise ValueError(f"{field} is not supported by this server; leave it out of the message")
+                raise _broken_rule(field, "not supported by this server; leave it out of the message")
         if self.content is None:
-            raise ValueError("content is required")
+            raise _broken_rule("content", "a value is required")
         return self
 
 
@@ -152,15 +160,15 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _rules(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed together with logprobs: true")
+            raise _broken_rule("top_logprobs", "only allowed together with logprobs: true")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
+            raise _broken_rule("continue_final_message", "cannot be true together with add_generation_prompt")
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ValueError("continue_final_message needs a last message with the role assistant")
+            raise _broken_rule("continue_final_message", "needs a last message with the role assistant")
         if 0 in (self.max_tokens, self.max_completion_tokens):
-            raise ValueError("max_completion_tokens must be at least 1")
+            raise _broken_rule("max_completion_tokens", "must be at least 1")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+            raise _broken_rule("max_completion_tokens", "differs from max_tokens; send one of them")
         return self
 
 
@@ -191,9 +199,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _rules(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo together with logprobs needs log-probabilities of the prompt, which are not supported")
+            raise _broken_rule("logprobs", "with echo this needs log-probabilities of the prompt, which are not supported")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens may be 0 only together with echo: true")
+            raise _broken_rule("max_tokens", "must be at least 1 (0 is for echo: true)")
         return self
 
 
@@ -212,9 +220,9 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one_form(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is required")
+            raise _broken_rule("prompt", "exactly one of prompt and messages is required")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
+            raise _broken_rule("continue_final_message", "cannot be true together with add_generation_prompt")
         return self
 
 
