@@ -1,7 +1,7 @@
 """Admission of requests to one replica: how many choices may run or wait, and whether the replica takes any at all.
 
-Refusals are `ApiError`s, so that a client reads OpenAI's body whatever the proxy in front of the replica is. One event loop
-uses an `Admission`; it has no locks.
+Refusals are `ApiError`s, so that a client reads OpenAI's body whatever the proxy in front of the replica is. One event
+loop uses an `Admission`; it has no locks.
 """
 
 import enum

@@ -1,7 +1,7 @@
 """Prometheus metrics of one replica, under vLLM's names so that existing dashboards and load tools read them.
 
-Counters and gauges of the engine are read from it when /metrics is asked for: the engine owns the truth, and a step costs
-nothing here. Latencies are observed where the client is served. Own registry: nothing global.
+Counters and gauges of the engine are read from it when /metrics is asked for: the engine owns the truth, and a step
+costs nothing here. Latencies are observed where the client is served. Own registry: nothing global.
 """
 
 import time

@@ -1,8 +1,8 @@
 """`ModelServer`: the Serve deployment that is the HTTP ingress and the owner of one engine at once (one hop).
 
-It wires: engine, admission, metrics, the OpenAI app. It decides nothing about requests or tokens. When the engine fails, the
-replica refuses what has no first token yet, ends started streams with an error event, and ends itself, so that Serve makes
-a new one with a new placement group.
+It wires: engine, admission, metrics, the OpenAI app. It decides nothing about requests or tokens. When the engine
+fails, the replica refuses what has no first token yet, ends started streams with an error event, and ends itself, so that
+Serve makes a new one with a new placement group.
 """
 
 import asyncio
@@ -40,9 +40,7 @@ class ModelServer:
     async def __init__(self, config: dict[str, Any], starter: EngineStarter = start_engine) -> None:
         self._config = ClusterConfig.model_validate(config)
         deployment = self._config.deployment
-        self._admission = Admission(
-            max_num_seqs=self._config.engine.max_num_seqs, queue_limit=deployment.queue_limit
-        )
+        self._admission = Admission(max_num_seqs=self._config.engine.max_num_seqs, queue_limit=deployment.queue_limit)
         self._metrics = ServeMetrics(
             model_name=self._config.served_name,
             replica=serve.get_replica_context().replica_id.unique_id,

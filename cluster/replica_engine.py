@@ -69,8 +69,9 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
     """
     from engine.config.decoding import DFlashDecodingConfig
     from engine.config.resolve import resolve_engine_config
-    from engine.tokenizer import load_tokenizer
     from workers.engine_group import EngineGroup
+
+    from engine.tokenizer import load_tokenizer
 
     arguments = config.engine_arguments()
     if arguments["speculative_config"] is not None:

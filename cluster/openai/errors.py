@@ -1,7 +1,7 @@
 """Errors as the client sees them: OpenAI's envelope, its status table, and the conversion of validation errors.
 
-Every refusal of the API is an `ApiError`; its body is `{"error": {"message", "type", "param", "code"}}` with `code` a string or
-null. Messages name the field and never repeat what the client sent at unbounded length.
+Every refusal of the API is an `ApiError`; its body is `{"error": {"message", "type", "param", "code"}}` with `code` a
+string or null. Messages name the field and never repeat what the client sent at unbounded length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -124,7 +124,7 @@ def clip(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
 
 
 def from_value_error(error: ValueError, fields: Sequence[str]) -> ApiError:
-    """A 400 from a ValueError whose message starts with a field's name; the field becomes `param` if it is in `fields`."""
+    """A 400 from a ValueError; the field its message starts with becomes `param` if it is one of `fields`."""
     message = clip(str(error), 2 * MAX_MESSAGE_CHARS)
     head = message.split(maxsplit=1)[0].strip("`'\":,=.") if message.split() else ""
     return ApiError(400, message, param=head if head in fields else None, code="invalid_value")

@@ -1,7 +1,8 @@
-"""Request fields that are not modelled: the ones this server refuses by name, the ones it accepts without effect, the unknown.
+"""Request fields that are not modelled: refused by name, accepted without effect, or unknown.
 
-A known option that the engine does not apply is a 400 that names it, unless its value asks for nothing (null, or the value
-that means "off"). Fields nobody knows are accepted, as OpenAI clients send new ones all the time, and logged once per name.
+A known option that the engine does not apply is a 400 that names it, unless its value asks for nothing (null, or the
+value that means "off"). Fields nobody knows are accepted, as OpenAI clients send new ones all the time, and logged once
+per name.
 """
 
 import logging

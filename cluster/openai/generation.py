@@ -1,7 +1,7 @@
 """The choices of one response, run by the engine side by side: submit, merge, abort what is left.
 
-A `Generation` owns its choices' engine requests and its admission ticket from construction to `close`, which is called in a
-`finally`: when the client hangs up, the handler is cancelled and the engine is told.
+A `Generation` owns its choices' engine requests and its admission ticket from construction to `close`, which is called
+in a `finally`: when the client hangs up, the handler is cancelled and the engine is told.
 """
 
 import asyncio

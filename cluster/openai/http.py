@@ -1,4 +1,4 @@
-"""HTTP mechanics under the routes: reading a bounded body, sending a generation, request ids, errors of the framework."""
+"""HTTP under the routes: reading a bounded body, sending a generation, request ids, errors of the framework."""
 
 import asyncio
 import logging
@@ -48,16 +48,14 @@ async def read_body(request: Request, model: type[BodyT], *, max_bytes: int) -> 
 
 def error_response(error: ApiError) -> Response:
     """The envelope with its status and headers."""
-    return Response(
-        error.encode(), status_code=error.status, media_type="application/json", headers=error.headers()
-    )
+    return Response(error.encode(), status_code=error.status, media_type="application/json", headers=error.headers())
 
 
 class GenerationResponse(Response):
     """Runs a generation and sends it: as one JSON body, or as events.
 
-    The head is sent when the first token is there; up to then a failure is an ordinary HTTP error. When the client hangs up,
-    or the handler is cancelled, the generation is closed, which aborts it in the engine.
+    The head is sent when the first token is there; up to then a failure is an ordinary HTTP error. When the client hangs
+    up, or the handler is cancelled, the generation is closed, which aborts it in the engine.
     """
 
     def __init__(self, pending: PendingGeneration) -> None:

@@ -1,9 +1,9 @@
 """Log-probabilities in OpenAI's two forms, aligned with the text the client gets.
 
-The law: the tokens of a choice, concatenated, are its text. A token that only begins a multi-byte character has the text ""
-and its own bytes; the token that completes the character has the character. Tokens of a stop string that was cut off the
-text are left out (a straddling one is trimmed), and so is an end-of-sequence token in chat; completions, which have no such
-law at OpenAI, keep it with an empty text.
+The law: the tokens of a choice, concatenated, are its text. A token that only begins a multi-byte character has the text
+"" and its own bytes; the token that completes the character has the character. Tokens of a stop string that was cut off
+the text are left out (a straddling one is trimmed), and so is an end-of-sequence token in chat; completions, which have
+no such law at OpenAI, keep it with an empty text.
 """
 
 import codecs
@@ -69,14 +69,13 @@ class LogprobTracker:
         keep_control: hand out a token without text of its own at the end (the end-of-sequence token).
     """
 
-    def __init__(
-        self, *, token_bytes: Callable[[int], bytes], skipped_ids: frozenset[int], keep_control: bool
-    ) -> None:
+    def __init__(self, *, token_bytes: Callable[[int], bytes], skipped_ids: frozenset[int], keep_control: bool) -> None:
         self._token_bytes = token_bytes
         self._skipped_ids = skipped_ids
         self._keep_control = keep_control
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._end = 0  # characters in all entries so far
+        self._released_len = 0  # characters in the entries handed out
         self._pending: list[Entry] = []
 
     def add(self, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -85,9 +84,7 @@ class LogprobTracker:
             is_control = token.token_id in self._skipped_ids
             raw = b"" if is_control else self._token_bytes(token.token_id)
             text = self._decoder.decode(raw)
-            self._pending.append(
-                Entry(start=self._end, text=text, raw=raw, is_control=is_control, logprobs=token)
-            )
+            self._pending.append(Entry(start=self._end, text=text, raw=raw, is_control=is_control, logprobs=token))
             self._end += len(text)
 
     def release(self, text_len: int) -> list[Entry]:
@@ -100,26 +97,44 @@ class LogprobTracker:
             if entry.text:
                 count = index + 1
         released, self._pending = self._pending[:count], self._pending[count:]
+        self._released_len += sum(len(entry.text) for entry in released)
         return released
 
     def release_last(self, text_len: int) -> list[Entry]:
         """What remains at the end of a text of `text_len` characters; tokens past the end are left out or trimmed."""
         rest: list[Entry] = []
+        unfinished: list[Entry] = []  # bytes of a character that no token has completed yet
+        control: list[Entry] = []
+        is_cut = False
         for entry in self._pending:
+            end = entry.start + len(entry.text)
             if entry.is_control:
-                if self._keep_control and entry.start <= text_len:
-                    rest.append(entry)
-            elif entry.start + len(entry.text) <= text_len:
-                rest.append(entry)
-            elif entry.start < text_len:
-                text = entry.text[: text_len - entry.start]
-                rest.append(msgspec.structs.replace(entry, text=text, raw=text.encode()))
+                control.append(entry)
+            elif not entry.text:
+                unfinished.append(entry)
+            elif end <= text_len:
+                rest += [*unfinished, entry]
+                unfinished = []
+            else:
+                if entry.start < text_len:
+                    rest += [*unfinished, _trimmed(entry, text_len, b"".join(part.raw for part in unfinished))]
+                is_cut = True
+                break
+        if unfinished and not is_cut:
+            # The text ends inside a character, which the detokenizer shows as U+FFFD or leaves out.
+            missing = text_len - self._released_len - sum(len(entry.text) for entry in rest)
+            unfinished[-1].text = self._decoder.decode(b"", final=True)[: max(missing, 0)]
+            rest += unfinished
+        if self._keep_control and not is_cut:
+            rest += control
         self._pending = []
-        missing = text_len - sum(len(entry.text) for entry in rest) - (rest[0].start if rest else self._end)
-        if missing > 0 and rest:
-            # The text ends in an unfinished character, which the detokenizer shows as U+FFFD.
-            rest[-1].text += self._decoder.decode(b"", final=True)[:missing]
         return rest
+
+
+def _trimmed(entry: Entry, text_len: int, unfinished: bytes) -> Entry:
+    """The part of an entry that lies in the text; `unfinished` bytes of its first character came with earlier tokens."""
+    text = entry.text[: text_len - entry.start]
+    return msgspec.structs.replace(entry, text=text, raw=text.encode().removeprefix(unfinished))
 
 
 def chat_logprobs(entries: Sequence[Entry], num_top: int, token_bytes: Callable[[int], bytes]) -> ChatLogprobs:
@@ -177,9 +192,7 @@ def merge_logprobs(parts: Sequence[Any]) -> Any:
     )
 
 
-def _alternatives(
-    entry: Entry, num_top: int, token_bytes: Callable[[int], bytes]
-) -> list[tuple[bytes, float]]:
+def _alternatives(entry: Entry, num_top: int, token_bytes: Callable[[int], bytes]) -> list[tuple[bytes, float]]:
     pairs = zip(entry.logprobs.top_ids[:num_top], entry.logprobs.top_logprobs[:num_top], strict=True)
     return [(token_bytes(token_id), _finite(logprob)) for token_id, logprob in pairs]
 

@@ -46,7 +46,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
         values: dict[str, Any] = {
             name: data[name] for name in ("temperature", "top_p", "top_k", "min_p") if data.get(name) is not None
         }
-        for name, low, high in (("temperature", 0, math.inf), ("top_p", 0, 1), ("top_k", -1, math.inf), ("min_p", 0, 1)):
+        for name, low, high in (
+            ("temperature", 0, math.inf),
+            ("top_p", 0, 1),
+            ("top_k", -1, math.inf),
+            ("min_p", 0, 1),
+        ):
             value = values.get(name, low)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ValueError(f"{path}: {name} must be a number between {low} and {high}, got {value!r}")

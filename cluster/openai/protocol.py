@@ -199,7 +199,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _rules(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise _broken_rule("logprobs", "with echo this needs log-probabilities of the prompt, which are not supported")
+            raise _broken_rule(
+                "logprobs", "with echo this needs log-probabilities of the prompt, which are not supported"
+            )
         if self.max_tokens == 0 and not self.echo:
             raise _broken_rule("max_tokens", "must be at least 1 (0 is for echo: true)")
         return self

@@ -101,7 +101,12 @@ async def response_chunks(generation: Generation, form: ResponseForm) -> AsyncIt
                 if form.chat:
                     parts.append(writer.role(update.index, prompt_token_ids=prompt_ids))
                     prompt_ids = None
-            if text or update.logprobs is not None or prompt_ids is not None or (form.return_token_ids and update.token_ids):
+            if (
+                text
+                or update.logprobs is not None
+                or prompt_ids is not None
+                or (form.return_token_ids and update.token_ids)
+            ):
                 parts.append(
                     writer.content(
                         update.index,
@@ -125,9 +130,7 @@ def _terminal(writer: ChunkWriter, update: ChoiceUpdate, usage: Any) -> list[byt
     if update.finish_reason is None:
         return []
     return [
-        writer.terminal(
-            update.index, finish_reason=update.finish_reason, stop_reason=update.stop_reason, usage=usage
-        )
+        writer.terminal(update.index, finish_reason=update.finish_reason, stop_reason=update.stop_reason, usage=usage)
     ]
 
 

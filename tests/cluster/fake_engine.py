@@ -7,8 +7,10 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import openai
 import uvicorn
 from tokenizers import Tokenizer as RustTokenizer
@@ -65,7 +67,7 @@ class FakeEngine:
         self.text: Callable[[EngineRequest], str] | str = "the quick brown fox"
         self.step_sizes: Callable[[EngineRequest], Iterator[int]] = lambda request: _random_sizes(request)
         self.delay_s = 0.0
-        self.gate: asyncio.Event | None = None  # when set, no step happens before the event
+        self.gate: threading.Event | None = None  # when given, no step happens before it is set
         self.fail_after: int | None = None
         self.failure: Exception | TokenDelta | None = None
         self.healthy = True
@@ -93,8 +95,8 @@ class FakeEngine:
         sizes = self.step_sizes(request)
         step = 0
         while ids:
-            if self.gate is not None:
-                await self.gate.wait()
+            while self.gate is not None and not self.gate.is_set():
+                await asyncio.sleep(0.002)
             await asyncio.sleep(self.delay_s)
             if step == self.fail_after:
                 if isinstance(self.failure, Exception):
@@ -131,6 +133,22 @@ class FakeEngine:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    async def stats(self) -> Any:
+        return SimpleNamespace(num_running=2, num_waiting=1, kv_usage=0.25, draft_len=7, speculation_disabled=False)
+
+    async def counters(self) -> Any:
+        return SimpleNamespace(
+            num_drafts=10,
+            num_draft_tokens=70,
+            num_accepted_tokens=25,
+            num_accepted_tokens_per_pos=(10, 8, 7, 0, 0, 0, 0),
+            prompt_tokens=100,
+            generation_tokens=35,
+            preemptions=1,
+            prefix_cache_queries=100,
+            prefix_cache_hits=48,
+        )
 
     async def check_health(self) -> None:
         if not self.healthy:
@@ -176,6 +194,7 @@ class ApiServer:
         config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="warning", lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self.http = httpx.Client(base_url=self.url, timeout=20)
 
     def start(self) -> None:
         self._thread.start()
@@ -185,6 +204,7 @@ class ApiServer:
             time.sleep(0.01)
 
     def stop(self) -> None:
+        self.http.close()
         self._server.should_exit = True
         self._thread.join(timeout=10)
         assert not self._thread.is_alive()
@@ -193,13 +213,14 @@ class ApiServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **options: Any) -> openai.OpenAI:
+    def client(self, *, strict: bool = True, **options: Any) -> openai.OpenAI:
+        """strict is off for streamed completions only: the SDK's own type has no null finish_reason, which OpenAI sends."""
         return openai.OpenAI(
             base_url=self.url + "/v1",
             api_key="none",
             max_retries=0,
             timeout=20,
-            _strict_response_validation=True,
+            _strict_response_validation=strict,
             **options,
         )
 
