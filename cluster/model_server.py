@@ -1,8 +1,8 @@
 """`ModelServer`: the Serve deployment that is the HTTP ingress and the owner of one engine at once (one hop).
 
 It wires: engine, admission, metrics, the OpenAI app. It decides nothing about requests or tokens. When the engine
-fails, the replica refuses what has no first token yet, ends started streams with an error event, and ends itself, so that
-Serve makes a new one with a new placement group.
+fails, the replica refuses what has no first token yet, ends started streams with an error event, and ends itself, so
+that Serve makes a new one with a new placement group.
 """
 
 import asyncio

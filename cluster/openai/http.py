@@ -54,8 +54,8 @@ def error_response(error: ApiError) -> Response:
 class GenerationResponse(Response):
     """Runs a generation and sends it: as one JSON body, or as events.
 
-    The head is sent when the first token is there; up to then a failure is an ordinary HTTP error. When the client hangs
-    up, or the handler is cancelled, the generation is closed, which aborts it in the engine.
+    The head is sent with the first token; up to then a failure is an ordinary HTTP error. When the client hangs up, or
+    the handler is cancelled, the generation is closed, which aborts it in the engine.
     """
 
     def __init__(self, pending: PendingGeneration) -> None:

@@ -1,7 +1,7 @@
 """Log-probabilities in OpenAI's two forms, aligned with the text the client gets.
 
-The law: the tokens of a choice, concatenated, are its text. A token that only begins a multi-byte character has the text
-"" and its own bytes; the token that completes the character has the character. Tokens of a stop string that was cut off
+The law: the tokens of a choice, concatenated, are its text. A token that only begins a multi-byte character has the
+text "" and its own bytes; the token that completes the character has the character. Tokens of a stop string that was cut off
 the text are left out (a straddling one is trimmed), and so is an end-of-sequence token in chat; completions, which have
 no such law at OpenAI, keep it with an empty text.
 """
@@ -101,7 +101,7 @@ class LogprobTracker:
         return released
 
     def release_last(self, text_len: int) -> list[Entry]:
-        """What remains at the end of a text of `text_len` characters; tokens past the end are left out or trimmed."""
+        """What remains when the text has ended at `text_len` characters; tokens past it are left out or trimmed."""
         rest: list[Entry] = []
         unfinished: list[Entry] = []  # bytes of a character that no token has completed yet
         control: list[Entry] = []

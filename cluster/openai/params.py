@@ -18,8 +18,8 @@ _FIELDS = tuple(SamplingParams.__struct_fields__)
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Values for fields that a request leaves out: the checkpoint's `generation_config.json`, else OpenAI's.
 
-    A checkpoint that says `do_sample: false` is not taken as greedy: like vLLM and OpenAI, the API samples at temperature
-    1.0 unless the file gives a temperature or the request does.
+    A checkpoint that says `do_sample: false` is not taken as greedy: like vLLM and OpenAI, the API samples at
+    temperature 1.0 unless the file gives a temperature or the request does.
     """
 
     temperature: float = 1.0

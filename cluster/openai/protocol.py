@@ -1,7 +1,7 @@
 """Request bodies of the API: OpenAI's fields plus the extensions that vLLM and SGLang clients send, under their names.
 
-Types are strict (a number in a string is an error), null means "not given", unknown fields are kept in `model_extra` for
-`cluster.openai.fields`. Bounds are OpenAI's. What a field means to the engine is decided in `cluster.openai.params`.
+Types are strict (a number in a string is an error), null means "not given", unknown fields are kept in `model_extra`
+for `cluster.openai.fields`. Bounds are OpenAI's. What a field means to the engine is decided in `cluster.openai.params`.
 """
 
 from typing import Annotated, Any, Literal
@@ -200,7 +200,7 @@ class CompletionRequest(GenerationRequest):
     def _rules(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
             raise _broken_rule(
-                "logprobs", "with echo this needs log-probabilities of the prompt, which are not supported"
+                "logprobs", "with echo: true the prompt would need log-probabilities, which are not supported"
             )
         if self.max_tokens == 0 and not self.echo:
             raise _broken_rule("max_tokens", "must be at least 1 (0 is for echo: true)")

@@ -77,7 +77,8 @@ def _metrics(generation: Generation) -> dict[str, Any] | None:
 async def response_chunks(generation: Generation, form: ResponseForm) -> AsyncIterator[bytes]:
     """The stream of a started generation; one item per engine step and choice.
 
-    A failure becomes an error event. Whatever happens, the last event is [DONE], and a choice that ends has a finish_reason.
+    A failure becomes an error event. Whatever happens, the last event is [DONE], and a choice that ends has a
+    finish_reason.
     """
     writer = ChunkWriter(
         response_id=form.response_id,

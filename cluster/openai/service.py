@@ -1,4 +1,4 @@
-"""`OpenAIService`: what the routes do, without HTTP. Validated requests in, generations (to be started) and bodies out."""
+"""`OpenAIService`: what the routes do, without HTTP. Validated requests in, generations to be started and bodies out."""
 
 import time
 import uuid

@@ -1,7 +1,7 @@
 """Server-sent events: the frame, the end mark, and the pre-encoded chunks of one streamed response.
 
-Chunks are assembled from bytes that are constant for the response plus the JSON of what changed, so a step costs one small
-JSON encoding. Keys that OpenAI declares as required are always present, null where there is nothing to say.
+Chunks are assembled from bytes that are constant for the response plus the JSON of what changed, so a step costs one
+small JSON encoding. Keys that OpenAI declares as required are always present, null where there is nothing to say.
 """
 
 from collections.abc import Mapping, Sequence

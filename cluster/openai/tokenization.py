@@ -1,4 +1,4 @@
-"""What the API needs of a tokenizer, and the rules around it that are the API's own: messages to ids, special ids, vocabulary."""
+"""What the API needs of a tokenizer, and the API's own rules around it."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

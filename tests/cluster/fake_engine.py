@@ -214,7 +214,7 @@ class ApiServer:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, *, strict: bool = True, **options: Any) -> openai.OpenAI:
-        """strict is off for streamed completions only: the SDK's own type has no null finish_reason, which OpenAI sends."""
+        """strict: off for streamed completions only, as the SDK's type lacks the null finish_reason that OpenAI sends."""
         return openai.OpenAI(
             base_url=self.url + "/v1",
             api_key="none",
