@@ -1,5 +1,7 @@
 """Per-request sampling options, in vLLM's names and defaults. Validated on construction; travels as a message."""
 
+import math
+
 import msgspec
 
 # Options this engine refuses by name: (field, value that means "not asked for").
@@ -13,10 +15,15 @@ _UNSUPPORTED: tuple[tuple[str, object], ...] = (
     ("prompt_logprobs", None),
 )
 MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5  # below it, scaled float32 logits overflow and ties decide
+_SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to decode one request.
+
+    `stop` and `stop_token_ids` may be given as a list (and `stop` as one string); they are kept as tuples. Filters apply
+    in the order temperature, min_p, top_k, top_p. seed None: the engine picks one per request.
 
     Raises:
         ValueError: a value out of range (the message starts with the field's name), or an option this engine does not
@@ -45,3 +52,91 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        msgspec.structs.force_setattr(self, "stop", _as_tuple("stop", stop, "strings"))
+        msgspec.structs.force_setattr(
+            self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, "token ids")
+        )
+        _check_int("n", self.n, low=1)
+        temperature = _check_float("temperature", self.temperature, low=0.0)
+        if 0.0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {temperature!r}; use 0 for greedy."
+            )
+        if _check_float("top_p", self.top_p, low=0.0, high=1.0) == 0.0:
+            raise ValueError("top_p must be greater than 0 and at most 1, got 0; use temperature=0 for greedy.")
+        _check_int("top_k", self.top_k, low=-1, note="0 and -1 switch it off")
+        _check_float("min_p", self.min_p, low=0.0, high=1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=_SEED_MIN, high=_SEED_MAX)
+        self._check_lengths()
+        self._check_stops()
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+        self._refuse_unsupported()
+
+    def _check_lengths(self) -> None:
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is None:
+            return
+        _check_int("max_tokens", self.max_tokens, low=1)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens, got min_tokens={self.min_tokens} and "
+                f"max_tokens={self.max_tokens}."
+            )
+
+    def _check_stops(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must hold non-empty strings, got {text!r}; remove it from the list.")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop needs detokenize=True, because stop strings are searched in the text.")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, low=0)
+
+    def _refuse_unsupported(self) -> None:
+        for name, off in _UNSUPPORTED:
+            value = getattr(self, name)
+            is_off = value is None or (isinstance(value, (tuple, list, dict)) and not value)
+            same = not isinstance(value, bool) and isinstance(value, (int, float)) and value == off
+            if not is_off and not same:
+                raise ValueError(f"{name} is not supported by this engine; leave it out or set it to {off!r}.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if every token is the most likely one."""
+        return self.temperature == 0.0
+
+
+def _as_tuple(name: str, value: object, what: str) -> tuple[object, ...]:
+    if not isinstance(value, (tuple, list)):
+        raise ValueError(f"{name} must be a list of {what}, got {value!r}.")
+    return tuple(value)
+
+
+def _range(low: float, high: float | None) -> str:
+    return f"at least {low}" if high is None else f"between {low} and {high}"
+
+
+def _check_int(name: str, value: object, *, low: int, high: int | None = None, note: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}.")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {_range(low, high)}{f' ({note})' if note else ''}, got {value}.")
+    return value
+
+
+def _check_float(name: str, value: object, *, low: float, high: float | None = None) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}.")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}.")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {_range(low, high)}, got {value!r}.")
+    return float(value)

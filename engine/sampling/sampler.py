@@ -1,0 +1,243 @@
+"""Drawing one token per row from target logits, the same on every rank, device and batch row.
+
+Greedy rows (temperature 0) take the largest logit, ties to the lowest id. Drawing rows take the argmax of scaled logit plus
+Gumbel noise over the tokens that the filters keep, which is an exact draw from the softmax of the kept logits.
+
+Under tensor parallelism each rank holds a contiguous vocabulary shard in rank order. Without filters a rank reduces its
+shard to one (value, id) pair, the pairs are all-gathered and reduced in rank order. With filters whole rows are gathered and
+every rank does the same work on the same bits.
+
+Shape letters: N rows, V local vocabulary shard (the whole one at size 1), S stop ids per row.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.sampling.filters import (
+    MAX_PARTIAL_SORT,
+    min_p_threshold,
+    nucleus_threshold_of_head,
+    row_thresholds,
+    scale_by_temperature,
+)
+from engine.sampling.noise import gumbel_noise
+
+
+class VocabGroup(Protocol):
+    """What sampling needs of a tensor-parallel group."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, x: Tensor, *, dim: int) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingRows:
+    """Parameters of N rows, on the logits' device, and what the host knows about them.
+
+    temperature_N: float32, 0 greedy. top_k_N: int, <= 0 off. top_p_N: float32 in (0, 1], 1 off. min_p_N: float32 in
+        [0, 1], 0 off. Filters of greedy rows have no effect.
+    seed_N, position_N: int64 key of the noise; position of the token being drawn.
+    stop_ids_NS / mask_stops_N: the row's stop ids (padded with -1) are masked out where mask_stops_N is True; None when
+        no row asks for it.
+    all_greedy, any_filter, sort_width: host flags, see `FilterFlags`.
+    """
+
+    temperature_N: Tensor
+    top_k_N: Tensor
+    top_p_N: Tensor
+    min_p_N: Tensor
+    seed_N: Tensor
+    position_N: Tensor
+    all_greedy: bool
+    any_filter: bool
+    sort_width: int = 0
+    stop_ids_NS: Tensor | None = None
+    mask_stops_N: Tensor | None = None
+
+    def take(self, row_indices: Tensor) -> "SamplingRows":
+        """The rows at these indices (flags unchanged; stop masking is not carried, it is applied before)."""
+        return SamplingRows(
+            temperature_N=self.temperature_N[row_indices],
+            top_k_N=self.top_k_N[row_indices],
+            top_p_N=self.top_p_N[row_indices],
+            min_p_N=self.min_p_N[row_indices],
+            seed_N=self.seed_N[row_indices],
+            position_N=self.position_N[row_indices],
+            all_greedy=self.all_greedy,
+            any_filter=self.any_filter,
+            sort_width=self.sort_width,
+        )
+
+
+def sample(logits_NV: Tensor, rows: SamplingRows, tp: VocabGroup, vocab_start: int) -> Tensor:
+    """One token id per row, int64 [N], equal on every rank.
+
+    Args:
+        logits_NV: float32 [N, V] of this rank's vocabulary shard; padded ids are -inf. Not modified.
+        rows: parameters of the N rows.
+        tp: the group that shares the vocabulary.
+        vocab_start: global id of the shard's first column; rank * V.
+
+    No host sync on an accelerator; on the CPU, where a read costs nothing, drawing rows are treated apart from greedy ones.
+    """
+    assert vocab_start == tp.rank * logits_NV.shape[1], (vocab_start, tp.rank, logits_NV.shape)
+    logits_NV = mask_stop_ids(logits_NV, rows.stop_ids_NS, rows.mask_stops_N, vocab_start)
+    if rows.all_greedy:
+        return _reduce_pairs(*argmax_pair(logits_NV, vocab_start), tp)
+    if rows.any_filter and tp.size > 1:
+        logits_NV = tp.all_gather(logits_NV, dim=1)
+    start = 0 if rows.any_filter else vocab_start
+    if logits_NV.device.type == "cpu":
+        value_N, id_N = _split_greedy_and_drawn(logits_NV, rows, start)
+    else:
+        value_N, id_N = _draw_any_row(logits_NV, rows, start)
+    return id_N if rows.any_filter else _reduce_pairs(value_N, id_N, tp)
+
+
+def stops_are_masked(position: Tensor, min_len: Tensor) -> Tensor:
+    """True where a stop id may not be drawn: the request has fewer than min_len tokens before this position's."""
+    return position < min_len
+
+
+def mask_stop_ids(
+    logits_NV: Tensor, stop_ids_NS: Tensor | None, mask_stops_N: Tensor | None, vocab_start: int
+) -> Tensor:
+    """Logits with the stop ids of the flagged rows at -inf (a copy; the same tensor where nothing is asked)."""
+    if stop_ids_NS is None or mask_stops_N is None:
+        return logits_NV
+    vocab = logits_NV.shape[1]
+    local_NS = stop_ids_NS.to(torch.int64) - vocab_start
+    hit_NS = (stop_ids_NS >= 0) & (local_NS >= 0) & (local_NS < vocab) & mask_stops_N[:, None]
+    # One spare column takes the writes that mean nothing, so shapes do not depend on the data.
+    column_NS = torch.where(hit_NS, local_NS, vocab)
+    spare_N1 = logits_NV.new_zeros(logits_NV.shape[0], 1)
+    return torch.cat([logits_NV, spare_N1], dim=1).scatter_(1, column_NS, -math.inf)[:, :vocab]
+
+
+def argmax_pair(score_NV: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
+    """(largest value [N], its lowest global id int64 [N]). A row holding NaN gives the shard's first id."""
+    value_N = score_NV.amax(dim=1)
+    if score_NV.device.type != "cpu":
+        return value_N, score_NV.argmax(dim=1) + vocab_start  # the first of equal values
+    # A vectorised maximum, then the first column that reaches it: a quarter of argmax's time on the CPU.
+    vocab = score_NV.shape[1]
+    columns_V = torch.arange(vocab, dtype=torch.int32)
+    below_NV = score_NV < value_N[:, None]
+    return value_N, torch.where(below_NV, vocab, columns_V).amin(dim=1).to(torch.int64) + vocab_start
+
+
+def _reduce_pairs(value_N: Tensor, id_N: Tensor, tp: VocabGroup) -> Tensor:
+    """The id of the largest value over the ranks; equal values go to the lower rank, which holds the lower ids."""
+    if tp.size == 1:
+        return id_N
+    # float64 holds both a float32 value and an id exactly: one collective for the pair.
+    pair_N1_2 = torch.stack([value_N.to(torch.float64), id_N.to(torch.float64)], dim=1)[:, None, :]
+    pair_NR2 = tp.all_gather(pair_N1_2.contiguous(), dim=1)
+    best_N = pair_NR2[:, 0, :]
+    for rank in range(1, tp.size):
+        other_N = pair_NR2[:, rank, :]
+        best_N = torch.where(other_N[:, :1] > best_N[:, :1], other_N, best_N)
+    return best_N[:, 1].to(torch.int64)
+
+
+def _split_greedy_and_drawn(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:
+    """(value, id) per row on the CPU: greedy rows pay an argmax, drawing rows what their own parameters need."""
+    drawn_N = rows.temperature_N > 0
+    if bool(drawn_N.all()):
+        return _draw_rows(logits_NV, rows, vocab_start)
+    value_N, id_N = argmax_pair(logits_NV, vocab_start)
+    drawn_M = drawn_N.nonzero()[:, 0]
+    value_N[drawn_M], id_N[drawn_M] = _draw_rows(logits_NV[drawn_M], rows.take(drawn_M), vocab_start)
+    return value_N, id_N
+
+
+def _draw_rows(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:
+    """(value, id) of drawing rows on the CPU; filters, if any, mean that logits_NV is the whole vocabulary."""
+    scaled_NV = scale_by_temperature(logits_NV, rows.temperature_N)
+    if not rows.any_filter:
+        return _noisy_argmax(scaled_NV, rows, vocab_start)
+    assert vocab_start == 0, vocab_start
+    filtered_N = (rows.top_k_N > 0) | (rows.top_p_N < 1.0) | (rows.min_p_N > 0.0)
+    if bool(filtered_N.all()):
+        return _draw_filtered(scaled_NV, rows)
+    value_N = torch.empty(logits_NV.shape[0])
+    id_N = torch.empty(logits_NV.shape[0], dtype=torch.int64)
+    for index_M, draw in ((filtered_N.nonzero()[:, 0], True), ((~filtered_N).nonzero()[:, 0], False)):
+        if index_M.numel() > 0:
+            part = rows.take(index_M)
+            scaled_MV = scaled_NV[index_M]
+            pair = _draw_filtered(scaled_MV, part) if draw else _noisy_argmax(scaled_MV, part, 0)
+            value_N[index_M], id_N[index_M] = pair
+    return value_N, id_N
+
+
+def _draw_filtered(scaled_NV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """Row by row: each pays for its own head of the sorted vocabulary and for noise on its kept ids only."""
+    pairs = []
+    for row in range(scaled_NV.shape[0]):
+        pairs.append(_draw_filtered_row(scaled_NV[row : row + 1], rows.take(torch.tensor([row]))))
+    return torch.cat([value for value, _ in pairs]), torch.cat([token for _, token in pairs])
+
+
+def _draw_filtered_row(scaled_1V: Tensor, row: SamplingRows) -> tuple[Tensor, Tensor]:
+    """(value [1], id [1]) of one drawing row whose filters are on."""
+    floor_1 = _row_threshold(scaled_1V, row)
+    id_M = (scaled_1V[0] >= floor_1).nonzero()[:, 0]
+    score_1M = scaled_1V[:, id_M] + gumbel_noise(row.seed_N, row.position_N, id_M)
+    value_1 = score_1M.amax(dim=1)
+    return value_1, id_M[(score_1M[0] >= value_1).nonzero()[:1, 0]]  # ids ascend: the first is the lowest
+
+
+def _row_threshold(scaled_1V: Tensor, row: SamplingRows) -> Tensor:
+    """The threshold of one row, from as short a head of its sorted vocabulary as decides it."""
+    vocab = scaled_1V.shape[1]
+    top_k, top_p = int(row.top_k_N), float(row.top_p_N)
+    if 0 < top_k <= MAX_PARTIAL_SORT:
+        sorted_1M = scaled_1V.topk(min(top_k, vocab), dim=1).values
+    elif top_k <= 0 and top_p >= 1.0:
+        sorted_1M = scaled_1V.amax(dim=1, keepdim=True)
+    else:
+        if top_k <= 0 and vocab > MAX_PARTIAL_SORT:
+            head_1M = scaled_1V.topk(MAX_PARTIAL_SORT, dim=1).values
+            floor_1 = min_p_threshold(head_1M[:, 0], row.min_p_N)
+            threshold_1 = nucleus_threshold_of_head(scaled_1V, floor_1, row.top_p_N, head_1M)
+            if threshold_1 is not None:
+                return threshold_1
+        sorted_1M = scaled_1V.sort(dim=1, descending=True).values
+    return _thresholds(scaled_1V, row, sorted_1M)
+
+
+def _thresholds(scaled_NV: Tensor, rows: SamplingRows, sorted_NM: Tensor) -> Tensor:
+    return row_thresholds(
+        scaled_NV, top_k_N=rows.top_k_N, top_p_N=rows.top_p_N, min_p_N=rows.min_p_N, sorted_NM=sorted_NM
+    )
+
+
+def _draw_any_row(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:
+    """(value, id) per row with fixed shapes and no read-back: every row pays for the dearest one."""
+    drawn_N1 = (rows.temperature_N > 0)[:, None]
+    scaled_NV = scale_by_temperature(logits_NV, rows.temperature_N)
+    score_NV = scaled_NV + _noise(rows, vocab_start, logits_NV)
+    if rows.any_filter:
+        width = rows.sort_width if 0 < rows.sort_width < logits_NV.shape[1] else logits_NV.shape[1]
+        sorted_NM = scaled_NV.topk(width, dim=1).values
+        score_NV = torch.where(scaled_NV >= _thresholds(scaled_NV, rows, sorted_NM)[:, None], score_NV, -math.inf)
+    return argmax_pair(torch.where(drawn_N1, score_NV, scaled_NV), vocab_start)
+
+
+def _noisy_argmax(scaled_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:
+    return argmax_pair(_noise(rows, vocab_start, scaled_NV).add_(scaled_NV), vocab_start)
+
+
+def _noise(rows: SamplingRows, vocab_start: int, like_NV: Tensor) -> Tensor:
+    ids_V = torch.arange(vocab_start, vocab_start + like_NV.shape[1], device=like_NV.device)
+    return gumbel_noise(rows.seed_N, rows.position_N, ids_V)
