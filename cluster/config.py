@@ -79,7 +79,11 @@ class ClusterConfig(Section):
 
     def to_plain(self) -> dict[str, Any]:
         """The config as plain YAML values, every default filled in; `parse_config` of it gives an equal config."""
-        return _plain(self.model_dump())
+        values = _plain(self.model_dump())
+        speculative = values["speculative_config"]
+        if speculative is not None and not speculative["allow_advanced_sampling"]:
+            del speculative["allow_advanced_sampling"]  # deprecated: its mere presence is warned about
+        return values
 
 
 def default_served_name(source: str) -> str:
@@ -90,6 +94,37 @@ def default_served_name(source: str) -> str:
         return source
     path = Path(source)
     return path.stem if path.suffix == ".gguf" else path.name
+
+
+# Where the user wrote what `engine.config.resolve` knows under its own argument's name.
+_ARGUMENT_PATHS = {
+    "model": "model.source",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "block_size": "engine.kv_cache.block_size",
+    "num_blocks": "engine.kv_cache.blocks",
+    "kv_cache_memory_bytes": "engine.kv_cache.memory",
+} | {
+    name: f"engine.{name}"
+    for name in (
+        "tensor_parallel_size",
+        "drafter_tensor_parallel",
+        "hidden_state_gather",
+        "device",
+        "threads",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "pipeline_depth",
+        "draft_len_choices",
+    )
+}
+
+
+def in_config_terms(message: str) -> str:
+    """An engine error with the argument it starts with replaced by the config's key for it."""
+    name, colon, rest = message.partition(":")
+    return f"{_ARGUMENT_PATHS[name]}:{rest}" if colon and name in _ARGUMENT_PATHS else message
 
 
 def load_config(path: str | Path) -> ClusterConfig:

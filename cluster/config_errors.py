@@ -88,8 +88,7 @@ def _describe(item: Any, model: type[BaseModel], everywhere: Sequence[str], pref
         text = str(item.get("ctx", {}).get("error", message))
         if not path:
             return text  # a rule over several keys starts with their paths
-        # A rule of one section that names its own key: the path is the section's, so the key is joined to it.
-        return f"{path}: {text}"
+        return f"{path}: {text.removeprefix(f'{loc[-1]}: ')}"  # the speculative section's rules name their key
     if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{path or 'the file'}: must be a section of keys, got {_show(item['input'])}"
     return f"{path}: {message[0].lower()}{message[1:]}, got {_show(item['input'])}"

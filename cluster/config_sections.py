@@ -223,7 +223,7 @@ class DeploymentSection(Section):
     queue_limit: int = Field(
         default=64,
         ge=0,
-        json_schema_extra=RESTART,
+        json_schema_extra=LIVE,
         description="Requests that may wait in a replica beyond max_num_seqs; more are answered 429.",
     )
     drain_s: float = Field(

@@ -18,7 +18,7 @@ import typer
 from cluster.cli import local_ray
 from cluster.cli.console import BAD_USAGE, FAILED, fail, stderr, user_errors
 from cluster.cli.deployment_watch import StartFailedError, look, wait_until_running
-from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.config import ClusterConfig, ConfigError, in_config_terms, load_config
 
 # A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the teardown the rest.
 STOP_LIMIT_S = 28.0
@@ -143,7 +143,10 @@ class _Server:
         with self._stage("preparing the model"):
             from engine.config.resolve import resolve_engine_config
 
-            resolve_engine_config(**self._config.engine_arguments())
+            try:
+                resolve_engine_config(**self._config.engine_arguments())
+            except ValueError as error:
+                raise ValueError(in_config_terms(str(error))) from error
 
     def _start_serve(self) -> None:
         from ray import serve as ray_serve
