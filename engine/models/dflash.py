@@ -1,0 +1,129 @@
+"""The DFlash drafter (arXiv 2602.06036): a block of masks filled in one pass over K/V made from the target's states.
+
+Context rows: c = hidden_norm(fc(taps)) once; every layer's K and V of them come straight from c (no input norm) and live
+in the paged cache at the tokens' own positions. Block rows: [last token, MASK ..] embedded by the target, non-causal over
+context and block; the row at a position predicts the token at that position.
+Shapes: N rows, H drafter hidden, T taps, L layers, g KV heads on this rank, D head size, Hs: H / ranks rounded up.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.context import Attention, AttentionContext
+from engine.attention.kv_cache_tensors import KvCache
+from engine.attention.reference import paged_attention
+from engine.config.model import DrafterConfig
+from engine.layers.linear import Linear
+from engine.layers.rms_norm import RMSNorm, rms_scale
+from engine.layers.rotary import RotaryTable, rotate
+from engine.models.decoder import DecoderLayer, LayerSpec
+from engine.parallel.sharding import shard, shard_heads
+from engine.parallel.tp_group import TpGroup
+
+
+class DFlashDrafter(nn.Module):
+    """One rank's share of the drafter.
+
+    tp: the engine's group, over which the hidden-state gather runs. layer_tp: the group that cuts the layers, the same
+    one or a group of one when the drafter is replicated.
+    hidden_state_gather: "taps": each rank keeps its hidden slice of every tap, gathers all, applies the whole fc;
+        "fused": fc cut by output columns, its features gathered (T times fewer bytes). Both: one gather per call.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        *,
+        tp: TpGroup,
+        layer_tp: TpGroup,
+        hidden_state_gather: Literal["taps", "fused"],
+        dtype: torch.dtype,
+        device: str = "cpu",
+        num_positions: int,
+        attention: Attention = paged_attention,
+    ) -> None:
+        super().__init__()
+        self.config, self.tp, self.hidden_state_gather = config, tp, hidden_state_gather
+        H, D = config.hidden_size, config.head_dim
+        heads = shard_heads(config.num_heads, config.num_kv_heads, rank=layer_tp.rank, ranks=layer_tp.size)
+        self.tap_hidden_size = config.target_hidden_size or H
+        self.tap_shard = shard(self.tap_hidden_size, rank=tp.rank, ranks=tp.size)
+        self.fc_shard = shard(H, rank=tp.rank, ranks=tp.size)
+        self.spec = LayerSpec(
+            hidden_size=H,
+            head_dim=D,
+            heads=heads,
+            mlp=shard(config.intermediate_size, rank=layer_tp.rank, ranks=layer_tp.size),
+            eps=config.rms_norm_eps,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            qk_norm=True,
+            dtype=dtype,
+            device=device,
+        )
+        num_taps = len(config.target_layer_ids)
+        fc_rows = self.fc_shard.size if hidden_state_gather == "fused" else H
+        self.fc = Linear(num_taps * self.tap_hidden_size, fc_rows, dtype=dtype, device=device)
+        self.hidden_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self.rotary = RotaryTable(config.rope, head_dim=D, num_positions=num_positions, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(self.spec, tp=layer_tp, attention=attention) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        # Copies of the layers' K and V rows, [k0 | v0 | k1 | v1 ..], so that the context takes one GEMM.
+        self.context_kv = Linear(
+            H,
+            config.num_layers * 2 * heads.num_kv_heads * D,
+            bias=config.attention_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.context_k_norm = nn.Parameter(torch.ones(config.num_layers, 1, D, dtype=dtype, device=device), False)
+
+    def finish_loading(self) -> None:
+        """Fills the context projection from the layers' weights; called once, after they are loaded."""
+        h, g, D = self.spec.heads.num_heads, self.spec.heads.num_kv_heads, self.spec.head_dim
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer) and layer.qk_norm_weight is not None
+            rows = slice(index * 2 * g * D, (index + 1) * 2 * g * D)
+            self.context_kv.weight.data[rows] = layer.qkv.weight.data[h * D :]
+            if self.context_kv.bias is not None and layer.qkv.bias is not None:
+                self.context_kv.bias.data[rows] = layer.qkv.bias.data[h * D :]
+            self.context_k_norm.data[index] = layer.qk_norm_weight.data[h]
+
+    def context_features(self, taps_NTH: Tensor) -> Tensor:
+        """hidden_norm(fc(taps)), [N, H], equal on every rank. Exactly one `tp.hidden_state_gather`."""
+        N, T, _ = taps_NTH.shape
+        if self.hidden_state_gather == "fused":
+            features_NH = self.tp.hidden_state_gather(self.fc.forward(taps_NTH.reshape(N, -1)))
+            return self.hidden_norm.forward(features_NH[:, : self.config.hidden_size])
+        part = self.tap_shard
+        mine_NTh = taps_NTH[:, :, part.start : part.start + part.real]
+        if part.real < part.size:
+            mine_NTh = nn.functional.pad(mine_NTh, (0, part.size - part.real))
+        gathered = self.tp.hidden_state_gather(mine_NTh.reshape(N, T * part.size))
+        whole_NTH = gathered.view(N, self.tp.size, T, part.size).transpose(1, 2).reshape(N, T, -1)
+        return self.hidden_norm.forward(self.fc.forward(whole_NTH[:, :, : self.tap_hidden_size].reshape(N, -1)))
+
+    def write_context(self, c_NH: Tensor, positions_N: Tensor, slot_mapping_N: Tensor, kv: KvCache) -> None:
+        """Writes K (normed, rotated) and V of every layer at the rows' slots; rows to be dropped point into block 0."""
+        assert kv.drafter_stack is not None
+        N, L, g, D = c_NH.shape[0], self.config.num_layers, self.spec.heads.num_kv_heads, self.spec.head_dim
+        kv_N2 = self.context_kv.forward(c_NH).view(N, L, 2, g, D)
+        cos_N1D, sin_N1D = self.rotary.rows(positions_N)
+        k_NLgD = rms_scale(kv_N2[:, :, 0], self.config.rms_norm_eps) * self.context_k_norm
+        k_NLgD = rotate(k_NLgD, cos_N1D.unsqueeze(1), sin_N1D.unsqueeze(1))
+        stack = torch.stack((k_NLgD, kv_N2[:, :, 1]), dim=2).view(N, 2 * L, g, D)
+        kv.drafter_stack.index_copy_(1, slot_mapping_N, stack.transpose(0, 1))
+
+    def forward(self, x_NH: Tensor, positions_N: Tensor, ctx: AttentionContext, kv: KvCache) -> Tensor:
+        """Block rows x = target.embed([last token, MASK ..]) -> hidden states after the final norm, [N, H].
+
+        The block's own K/V go to ctx.slot_mapping_N, past the context; the next step overwrites them.
+        """
+        cos_N1D, sin_N1D = self.rotary.rows(positions_N)
+        for layer, layer_kv in zip(self.layers, kv.drafter_kv, strict=True):
+            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, ctx, layer_kv)
+        return self.norm.forward(x_NH)

@@ -1,0 +1,111 @@
+"""The target model: a dense decoder (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM) over a paged KV cache.
+
+Shapes: N rows, H hidden, V vocabulary (Vl: the rank's padded part), T taps, M rows of the head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.attention.context import Attention, AttentionContext
+from engine.attention.kv_cache_tensors import KvCache
+from engine.attention.reference import paged_attention
+from engine.config.model import TargetConfig
+from engine.layers.linear import Linear
+from engine.layers.rms_norm import RMSNorm
+from engine.layers.rotary import RotaryTable
+from engine.models.decoder import DecoderLayer, LayerSpec
+from engine.parallel.sharding import shard, shard_heads
+from engine.parallel.tp_group import TpGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetOutput:
+    """hidden_NH: after the final norm. taps_NTH: residual stream after each tapped layer, full H on every rank."""
+
+    hidden_NH: Tensor
+    taps_NTH: Tensor | None
+
+
+class TargetModel(nn.Module):
+    """One rank's shard. The embedding is replicated (no collective to embed); the head is cut by vocabulary rows.
+
+    With tied embeddings the head's weight is a view of the rank's rows of the embedding, which is therefore padded to
+    a multiple of the group's size.
+    """
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        *,
+        tp: TpGroup,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        num_positions: int,
+        attention: Attention = paged_attention,
+    ) -> None:
+        super().__init__()
+        self.config, self.tp = config, tp
+        self.vocab = shard(config.vocab_size, rank=tp.rank, ranks=tp.size)
+        H = config.hidden_size
+        spec = LayerSpec(
+            hidden_size=H,
+            head_dim=config.head_dim,
+            heads=shard_heads(config.num_heads, config.num_kv_heads, rank=tp.rank, ranks=tp.size),
+            mlp=shard(config.intermediate_size, rank=tp.rank, ranks=tp.size),
+            eps=config.rms_norm_eps,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            qk_norm=config.qk_norm,
+            dtype=dtype,
+            device=device,
+        )
+        self.spec = spec
+        rows = self.vocab.size * tp.size
+        self.embedding = nn.Parameter(torch.zeros(rows, H, dtype=dtype, device=device), False)
+        self.rotary = RotaryTable(
+            config.rope, head_dim=config.head_dim, num_positions=num_positions, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(DecoderLayer(spec, tp=tp, attention=attention) for _ in range(config.num_layers))
+        self.norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        head_rows = 0 if config.tie_word_embeddings else self.vocab.size
+        self.head = Linear(H, head_rows, dtype=dtype, device=device, out_dtype=torch.float32)
+        if config.tie_word_embeddings:
+            mine = self.embedding.data[self.vocab.start : self.vocab.start + self.vocab.size]
+            self.head.weight = nn.Parameter(mine, False)
+
+    @property
+    def vocab_start(self) -> int:
+        """Vocabulary id of the first column of this rank's logits."""
+        return self.vocab.start
+
+    def embed(self, ids_N: Tensor) -> Tensor:
+        """[N] -> [N, H]."""
+        return F.embedding(ids_N, self.embedding)
+
+    def forward(
+        self, ids_N: Tensor, positions_N: Tensor, ctx: AttentionContext, kv: KvCache, tap_layers: tuple[int, ...]
+    ) -> TargetOutput:
+        """Runs the step's rows and writes their K/V.
+
+        tap_layers: ascending 0-based layer ids; tap j is the residual stream after layer tap_layers[j], which
+            `transformers` calls hidden_states[tap_layers[j] + 1] (for all but the last layer).
+        """
+        x_NH = self.embed(ids_N)
+        cos_N1D, sin_N1D = self.rotary.rows(positions_N)
+        taps: list[Tensor] = []
+        for index, (layer, layer_kv) in enumerate(zip(self.layers, kv.target_kv, strict=True)):
+            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, ctx, layer_kv)
+            if index in tap_layers:
+                taps.append(x_NH)
+        taps_NTH = torch.stack(taps, dim=1) if taps else None
+        return TargetOutput(hidden_NH=self.norm.forward(x_NH), taps_NTH=taps_NTH)
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        """float32 [M, Vl]: ids vocab_start .. vocab_start + Vl - 1; columns past the vocabulary are -inf."""
+        logits_MV = self.head.forward(hidden_MH)
+        if self.vocab.real < self.vocab.size:
+            logits_MV[:, self.vocab.real :] = float("-inf")
+        return logits_MV

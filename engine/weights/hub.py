@@ -1,0 +1,96 @@
+"""Models of the Hugging Face hub, through `huggingface_hub` and its own cache.
+
+`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE` mean what they mean to that library, which also resumes cut
+downloads and lets concurrent processes fetch the same file once.
+"""
+
+import os
+from pathlib import Path
+
+import httpx
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+# What an engine reads: configuration, weights, tokenizer and chat template; nothing of other frameworks.
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
+_IGNORED = ["*/*", "consolidated*"]  # subdirectories, and second copies of the weights in other names
+_DOWNLOAD_ATTEMPTS = 4
+
+
+def fetch_repo(repo_id: str, revision: str | None) -> Path:
+    """Download a model repository's needed files, or find them in the cache. Returns the snapshot's directory.
+
+    Raises:
+        ValueError: with what to do about it: no access (401, 403), no such repository or revision (404), offline
+            without a cached copy, no connection.
+    """
+    where = f"{repo_id!r}" + (f" at revision {revision!r}" if revision else "")
+    try:
+        return _snapshot(repo_id, revision)
+    except GatedRepoError as error:
+        raise ValueError(
+            f"access to {repo_id!r} is restricted (HTTP {_status(error)}): accept its terms on "
+            f"{constants.ENDPOINT}/{repo_id} and set HF_TOKEN to a token of that account"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"revision: {repo_id!r} has no branch, tag or commit {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{repo_id!r} was not found on {constants.ENDPOINT} (HTTP {_status(error)}), and there is no local directory "
+            f"{os.path.abspath(repo_id)}. If the repository is private, set HF_TOKEN to a token with access to it"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            raise ValueError(
+                f"{where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set: download it once with "
+                "HF_HUB_OFFLINE unset, or give a local directory"
+            ) from error
+        raise ValueError(
+            f"{where} could not be downloaded from {constants.ENDPOINT} and is not in the cache "
+            f"{constants.HF_HUB_CACHE}: {_root_cause(error)}. Check the network, HF_ENDPOINT and proxy settings"
+        ) from error
+    except HfHubHTTPError as error:
+        status = _status(error)
+        if status in (401, 403):
+            raise ValueError(
+                f"{constants.ENDPOINT} refused access to {where} (HTTP {status}): set HF_TOKEN to a valid token with "
+                "access to it"
+            ) from error
+        raise ValueError(f"{constants.ENDPOINT} failed for {where} (HTTP {status}): {error}") from error
+    except httpx.TransportError as error:
+        raise ValueError(
+            f"the connection to {constants.ENDPOINT} broke {_DOWNLOAD_ATTEMPTS} times while {where} was downloaded "
+            f"({error}); what arrived is kept, so starting again resumes"
+        ) from error
+    except HFValidationError as error:
+        raise ValueError(f"{repo_id!r} is neither a local directory nor a Hugging Face model id: {error}") from error
+
+
+def _snapshot(repo_id: str, revision: str | None) -> Path:
+    """Try again after a broken connection: each attempt goes on where the last one stopped."""
+    for attempt in range(1, _DOWNLOAD_ATTEMPTS + 1):
+        try:
+            return Path(
+                snapshot_download(repo_id, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
+            )
+        except httpx.TransportError:
+            if attempt == _DOWNLOAD_ATTEMPTS:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _status(error: HfHubHTTPError) -> int | str:
+    return error.response.status_code if error.response is not None else "unknown"
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__

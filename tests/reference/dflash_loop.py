@@ -1,0 +1,137 @@
+"""A straightforward greedy DFlash loop: the oracle for the engine's tokens and for the accepted count of every step.
+
+Target: a `transformers` model with `output_hidden_states`. Drafter: plain functions of its safetensors. No K/V cache: each
+step runs the target over the whole text and the drafter over the whole context. Nothing of the engine is imported.
+Algorithm: arXiv 2602.06036; every mask slot predicts the token at its own position, context states are those of the
+verified tokens only.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(kw_only=True)
+class LoopResult:
+    """tokens: generated ids, the stop id included. accepted: matching drafts of each verify step, before a stop cuts it.
+    drafts: the drafts each verify step checked."""
+
+    tokens: list[int]
+    accepted: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per verify step, the target's own included."""
+        return 1.0 + sum(self.accepted) / max(len(self.accepted), 1)
+
+
+class ReferenceDrafter:
+    """The drafter's forward pass over explicit context states."""
+
+    def __init__(self, directory: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        raw = json.loads((Path(directory) / "config.json").read_text())
+        self.weights = {name: w.to(dtype) for name, w in load_file(Path(directory) / "model.safetensors").items()}
+        dflash = raw["dflash_config"]
+        self.mask_token_id: int = dflash["mask_token_id"]
+        self.target_layer_ids: list[int] = dflash["target_layer_ids"]
+        self.block_size: int = raw.get("block_size") or dflash["block_size"]
+        self.num_layers: int = raw["num_hidden_layers"]
+        self.heads: int = raw["num_attention_heads"]
+        self.kv_heads: int = raw["num_key_value_heads"]
+        self.head_dim: int = raw["head_dim"]
+        self.eps: float = raw["rms_norm_eps"]
+        assert not raw.get("rope_scaling")
+        self.theta: float = raw["rope_theta"]
+
+    def context(self, taps_CX: Tensor) -> Tensor:
+        """[C, taps * H] -> [C, H], shared by all layers."""
+        return self._norm(taps_CX @ self.weights["fc.weight"].T, "hidden_norm.weight")
+
+    def block(self, embedded_WH: Tensor, context_CH: Tensor, start: int) -> Tensor:
+        """Final hidden states of the block at positions start .. start+W-1, given the context at 0 .. start-1."""
+        assert context_CH.shape[0] == start
+        x = embedded_WH
+        W = x.shape[0]
+        for index in range(self.num_layers):
+            prefix = f"layers.{index}."
+            h = self._norm(x, prefix + "input_layernorm.weight")
+            both = torch.cat((context_CH, h))
+            q = self._heads(h, prefix + "self_attn.q", self.heads)
+            k = self._heads(both, prefix + "self_attn.k", self.kv_heads)
+            v = (both @ self.weights[prefix + "self_attn.v_proj.weight"].T).view(start + W, self.kv_heads, -1)
+            q = self._rope(q, torch.arange(start, start + W))
+            k = self._rope(k, torch.arange(start + W))
+            k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) / self.head_dim**0.5
+            mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(W, -1)
+            x = x + mixed @ self.weights[prefix + "self_attn.o_proj.weight"].T
+            h = self._norm(x, prefix + "post_attention_layernorm.weight")
+            gate, up = (h @ self.weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (F.silu(gate) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+        return self._norm(x, "norm.weight")
+
+    def _heads(self, x: Tensor, name: str, count: int) -> Tensor:
+        projected = (x @ self.weights[name + "_proj.weight"].T).view(x.shape[0], count, self.head_dim)
+        return self._norm(projected, name + "_norm.weight")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weights[name]
+
+    def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        half = self.head_dim // 2
+        angles = positions[:, None].float() / self.theta ** (torch.arange(half).float() / half)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def run_target(target: nn.Module, ids: list[int], target_layer_ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits [n, V] of every position, and the taps [n, taps * H] of the given layers."""
+    out = target(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+    return out.logits[0], torch.cat([out.hidden_states[i + 1][0] for i in target_layer_ids], dim=-1)
+
+
+@torch.inference_mode()
+def dflash_generate(
+    target: nn.Module,
+    drafter: ReferenceDrafter,
+    prompt_ids: list[int],
+    *,
+    max_new_tokens: int,
+    draft_len: int,
+    stop_ids: tuple[int, ...] = (),
+) -> LoopResult:
+    """Greedy decoding with at most `draft_len` drafts a step (fewer when fewer tokens may still be emitted)."""
+    assert 0 <= draft_len < drafter.block_size
+    embed = target.get_input_embeddings()
+    head = target.get_output_embeddings()
+    logits, taps = run_target(target, prompt_ids, drafter.target_layer_ids)
+    tokens = [*prompt_ids, int(logits[-1].argmax())]
+    result = LoopResult(tokens=[])
+    while True:
+        generated = tokens[len(prompt_ids) :]
+        stops = [i for i, token in enumerate(generated) if token in stop_ids]
+        if stops or len(generated) >= max_new_tokens:
+            result.tokens = generated[: stops[0] + 1] if stops else generated[:max_new_tokens]
+            return result
+        k = min(draft_len, max_new_tokens - len(generated) - 1)
+        anchor = len(tokens) - 1
+        block = [tokens[-1], *[drafter.mask_token_id] * (drafter.block_size - 1)]
+        hidden = drafter.block(embed(torch.tensor(block)), drafter.context(taps), anchor)
+        drafts = head(hidden[1 : k + 1]).argmax(-1).tolist()
+
+        logits, taps = run_target(target, tokens + drafts, drafter.target_layer_ids)
+        posterior = logits[anchor:].argmax(-1).tolist()
+        accepted = 0
+        while accepted < k and drafts[accepted] == posterior[accepted]:
+            accepted += 1
+        tokens += posterior[: accepted + 1]
+        taps = taps[: anchor + accepted + 1]
+        result.accepted.append(accepted)
+        result.drafts.append(drafts)

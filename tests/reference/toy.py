@@ -1,0 +1,141 @@
+"""Toy checkpoints: random targets written by `transformers`, random DFlash drafters in z-lab's format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from engine.config.engine import EngineConfig
+from engine.config.model import parse_drafter_config, parse_target_config
+
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make_target(directory: Path, kind: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
+    """Saves a random target (float32, weights large enough that layers matter) and returns it."""
+    shape = {
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        **overrides,
+    }
+    config_class, model_class = CLASSES[kind]
+    torch.manual_seed(seed)
+    config = config_class(**shape)
+    config._attn_implementation = "eager"
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("norm.weight", "bias")):  # ones and zeros would hide a forgotten one
+                weight.add_(torch.randn_like(weight) * 0.2)
+    model.save_pretrained(directory)
+    return model
+
+
+def drafter_raw_config(target: Any, **overrides: Any) -> dict[str, Any]:
+    """config.json of a drafter for a transformers target config; `dflash_config` entries are overridden by name."""
+    dflash = {"mask_token_id": 3, "target_layer_ids": [0, 2, 3]}
+    raw: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": 6,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 256,
+        "vocab_size": target.vocab_size,
+        "block_size": 6,
+        "num_target_layers": target.num_hidden_layers,
+        "dflash_config": dflash,
+    }
+    for key, value in overrides.items():
+        (dflash if key in dflash else raw)[key] = value
+    return raw
+
+
+def make_drafter(directory: Path, target: nn.Module, *, seed: int = 1, **overrides: Any) -> None:
+    """Saves a random drafter for `target`. Its layers are damped so that it agrees with the target now and then."""
+    raw = drafter_raw_config(target.config, **overrides)
+    H, D, inter = raw["hidden_size"], raw["head_dim"], raw["intermediate_size"]
+    q, g = raw["num_attention_heads"] * D, raw["num_key_value_heads"] * D
+    taps = len(raw["dflash_config"]["target_layer_ids"])
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, taps * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    for index in range(raw["num_hidden_layers"]):
+        prefix = f"layers.{index}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (H,),
+            prefix + "post_attention_layernorm.weight": (H,),
+            prefix + "self_attn.q_proj.weight": (q, H),
+            prefix + "self_attn.k_proj.weight": (g, H),
+            prefix + "self_attn.v_proj.weight": (g, H),
+            prefix + "self_attn.o_proj.weight": (H, q),
+            prefix + "self_attn.q_norm.weight": (D,),
+            prefix + "self_attn.k_norm.weight": (D,),
+            prefix + "mlp.gate_proj.weight": (inter, H),
+            prefix + "mlp.up_proj.weight": (inter, H),
+            prefix + "mlp.down_proj.weight": (H, inter),
+        }
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.15
+        if len(shape) == 2
+        else 1.0 + torch.randn(shape, generator=generator) * 0.2
+        for name, shape in shapes.items()
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    save_file(weights, directory / "model.safetensors")
+
+
+def engine_config(target_dir: Path, drafter_dir: Path | None = None, **overrides: Any) -> EngineConfig:
+    """An EngineConfig for the models under test: float32 on the CPU, 64 blocks of 4 unless overridden."""
+    target = parse_target_config(target_dir)
+    drafter = parse_drafter_config(drafter_dir, target) if drafter_dir is not None else None
+    draft_len = drafter.block_size - 1 if drafter is not None else 0
+    values: dict[str, Any] = {
+        "model_dir": str(target_dir),
+        "target": target,
+        "drafter_dir": str(drafter_dir) if drafter_dir is not None else None,
+        "drafter": drafter,
+        "identity": "toy",
+        "dtype": "float32",
+        "device": "cpu",
+        "num_threads": 1,
+        "tensor_parallel_size": 1,
+        "drafter_tensor_parallel": True,
+        "hidden_state_gather": "fused",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "block_size": 4,
+        "num_blocks": 64,
+        "enable_prefix_caching": True,
+        "pipeline_depth": 0,
+        "max_draft_len": draft_len,
+        "draft_len_choices": tuple(sorted({0, draft_len})),
+        "draft_len_schedule": (),
+        "gate_window": 0,
+        "gate_threshold": 0.0,
+        **overrides,
+    }
+    return EngineConfig(**values)
