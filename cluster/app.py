@@ -1,0 +1,102 @@
+"""`build(args)`: the Serve application of a config, for `serve run`, `serve deploy` and the `dflash` command."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig
+
+from cluster.config import ClusterConfig, load_config, parse_config
+from cluster.config_sections import DeploymentSection
+from cluster.model_server import ModelServer
+from cluster.replica_engine import EngineStarter, start_engine
+
+DEPLOYMENT = "ModelServer"
+_SPARE_REQUESTS = 32  # health, metrics and model lists are answered while the completions' places are taken
+_HEALTH_PERIOD_S = 2.0
+
+
+def build(
+    args: str | Path | Mapping[str, Any] | ClusterConfig, *, starter: EngineStarter = start_engine
+) -> Application:
+    """The application of one config.
+
+    Args:
+        args: a config file's path; `{"config": path}`, as `serve run cluster.app:build config=FILE` gives it; the
+            config's mapping, as `args` in a Serve config file gives it (relative paths count from the working
+            directory); or a loaded config.
+        starter: makes a replica's engine.
+
+    Raises:
+        ConfigError: the config is not valid; all problems are listed.
+    """
+    config = read_config(args)
+    deployment = config.deployment
+    options = serve.deployment(ModelServer, name=DEPLOYMENT).options(
+        **_scale(deployment),
+        max_ongoing_requests=config.engine.max_num_seqs + deployment.queue_limit + _SPARE_REQUESTS,
+        max_queued_requests=-1,  # admission answers in OpenAI's form
+        graceful_shutdown_timeout_s=deployment.drain_s,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=deployment.stall_timeout_s,
+        placement_group_bundles=bundles(config),
+        placement_group_strategy="STRICT_PACK",
+        # The ranks own the CPUs and GPUs of the group; the replica lives beside rank 0 and must not see a GPU.
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}},
+        user_config=live_values(config),
+    )
+    return options.bind(without_live_values(config), starter)
+
+
+def read_config(args: str | Path | Mapping[str, Any] | ClusterConfig) -> ClusterConfig:
+    """The config that `build`'s argument means. Raises ConfigError."""
+    if isinstance(args, ClusterConfig):
+        return args
+    if isinstance(args, str | Path):
+        return load_config(args)
+    if set(args) == {"config"}:
+        return load_config(args["config"])
+    return parse_config(dict(args), base_dir=Path.cwd(), where="args")
+
+
+def bundles(config: ClusterConfig) -> list[dict[str, float]]:
+    """The placement group of one replica: bundle i is rank i's."""
+    bundle: dict[str, float] = {"CPU": config.deployment.cpus}
+    if config.engine.device == "cuda":
+        bundle["GPU"] = 1
+    return [dict(bundle) for _ in range(config.engine.tensor_parallel_size)]
+
+
+def live_values(config: ClusterConfig) -> dict[str, Any]:
+    """What `ModelServer.reconfigure` takes over in a running replica (JSON values)."""
+    schedule = (config.speculative_config or {}).get("draft_len_schedule")
+    return {
+        "queue_limit": config.deployment.queue_limit,
+        "draft_len_schedule": None if schedule is None else {str(key): value for key, value in schedule.items()},
+    }
+
+
+def without_live_values(config: ClusterConfig) -> dict[str, Any]:
+    """The constructor's config. It lacks the live values, so that changing one of them restarts no replica."""
+    plain = config.to_plain()
+    plain["deployment"].pop("queue_limit")
+    if plain["speculative_config"] is not None:
+        plain["speculative_config"].pop("draft_len_schedule", None)
+    return plain
+
+
+def _scale(deployment: DeploymentSection) -> dict[str, Any]:
+    autoscaling = deployment.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": deployment.num_replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=autoscaling.min_replicas,
+            max_replicas=autoscaling.max_replicas,
+            target_ongoing_requests=autoscaling.target_ongoing_requests,
+            upscale_delay_s=autoscaling.upscale_delay_s,
+            downscale_delay_s=autoscaling.downscale_delay_s,
+        )
+    }

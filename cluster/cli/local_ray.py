@@ -1,0 +1,120 @@
+"""A Ray cluster of this command's own, started on this machine and ended with it, and the port check before that."""
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from cluster.cli.console import stderr
+
+# Serve moves requests and answers through actor calls; its object store needs no more than Ray's minimum and some room.
+_OBJECT_STORE_BYTES = 200 * 1024 * 1024
+_REAP_S = 1.0
+
+
+def available_cpus() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Bind and release the address.
+
+    Raises:
+        ValueError: it is in use, not permitted, or not an address of this machine; the message says what to do.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ValueError(f"http.host: cannot resolve {host!r}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                text = f"http.port: {host}:{port} is in use; stop what listens there, or choose another with --port"
+            elif error.errno == errno.EACCES:
+                text = f"http.port: no permission to listen on port {port}; choose one above 1023 with --port"
+            else:
+                text = f"http.host: cannot listen on {host}:{port}: {error.strerror}"
+            raise ValueError(text) from error
+
+
+def start(*, num_cpus: int, dashboard: bool, verbose: bool) -> None:
+    """Start a Ray cluster on this machine and connect to it. Its processes die with this one, however it dies."""
+    import ray
+
+    # `local` never joins a cluster that happens to run here, whatever RAY_ADDRESS says.
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=dashboard,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        log_to_driver=verbose,
+        logging_level="info" if verbose else "error",
+    )
+
+
+def connect(address: str, *, verbose: bool) -> None:
+    """Connect to a running Ray cluster.
+
+    Raises:
+        ValueError: there is none at the address.
+    """
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=verbose, logging_level="info" if verbose else "error")
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(f"--address: cannot connect to Ray at {address!r}: {error}") from error
+
+
+def serve_runs() -> bool:
+    """Whether the connected cluster runs Ray Serve already."""
+    import ray
+
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def end_at_once() -> NoReturn:
+    """Leave this process now, ending every process it started (a local Ray is one tree below it)."""
+    ours = descendants(os.getpid())
+    for pid in ours:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    # Direct children are ours to reap: what waits for its parent's end looks for the entry in the process table.
+    deadline_s = time.monotonic() + _REAP_S
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline_s:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+    stderr().print("ended without waiting", style="bold red")
+    os._exit(130)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, from /proc; none where there is no /proc (Ray's own watchers end its processes there)."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # "pid (name) state parent ...": the name may hold spaces and brackets, so count from its last bracket.
+            parent = int(entry.read_text(errors="replace").rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it ended while we looked
+        children.setdefault(parent, []).append(int(entry.parent.name))
+    found, pending = [], [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found

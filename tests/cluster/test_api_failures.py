@@ -1,0 +1,130 @@
+"""Failures of the engine before and after the first token, replicas that are not ready, admission under a burst."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from fake_engine import MODEL, ApiServer
+
+from cluster.admission import Admission, ReplicaState
+from cluster.openai.errors import ApiError
+from engine.request import TokenDelta
+from workers.engine_client import EngineDeadError
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT = {"model": MODEL, "messages": HELLO}
+TEXT = {"model": MODEL, "prompt": "hello"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (EngineDeadError("rank 1 exited with code -9"), 503, "overloaded"),
+        (RuntimeError("a secret of the inside"), 500, "internal_error"),
+        (TokenDelta(request_id="", finish_reason="error", error="inside"), 500, "internal_error"),
+        (TokenDelta(request_id="", finish_reason="abort"), 500, "internal_error"),
+        (None, 500, "internal_error"),
+    ],
+)
+def test_failure_before_the_first_token_is_an_http_error(server: ApiServer, failure, status, code, stream: bool):
+    server.engine.fail_after = 0
+    server.engine.failure = failure
+    reply = server.http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    assert reply.status_code == status
+    assert reply.json()["error"]["code"] == code
+    assert reply.json()["error"]["type"] == "server_error"
+    assert "secret" not in reply.text
+    assert "rank" not in reply.text
+    assert ("retry-after" in reply.headers) == (status == 503)
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("failure", [EngineDeadError("rank 1 died"), RuntimeError("inside"), None])
+def test_failure_in_mid_stream_is_an_error_event(server: ApiServer, failure, num_choices: int):
+    server.engine.fail_after = 2
+    server.engine.failure = failure
+    server.engine.text = "the quick brown fox jumps over the lazy dog and then the other one and the fox"
+    body = CHAT | {"stream": True, "n": num_choices}
+    reply = server.http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200
+    *events, error, done, rest = reply.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert set(json.loads(error.removeprefix("data: "))["error"]) == {"message", "type", "param", "code"}
+    assert events
+    assert all('"finish_reason":null' in event for event in events)
+    server.wait_idle()
+    with pytest.raises(openai.APIError):
+        list(server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True, n=num_choices))
+
+
+def test_failure_in_mid_response_is_an_http_error(server: ApiServer):
+    server.engine.fail_after = 2
+    server.engine.failure = EngineDeadError("rank 1 died")
+    server.engine.text = "the quick brown fox jumps over the lazy dog and then the other one and the fox"
+    with pytest.raises(openai.InternalServerError) as failure:
+        server.client().chat.completions.create(model=MODEL, messages=HELLO)
+    assert failure.value.status_code == 503
+
+
+@pytest.mark.parametrize("state", [ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.DEAD])
+def test_a_replica_that_is_not_ready_answers_503(server: ApiServer, state: ReplicaState):
+    server.admission.state = state
+    reply = server.http.post("/v1/chat/completions", json=CHAT)
+    assert reply.status_code == 503
+    assert reply.headers["retry-after"] == "1"
+    assert reply.json()["error"]["type"] == "server_error"
+    assert reply.json()["error"]["code"] == "overloaded"
+
+
+def test_burst_above_the_limit_is_429_for_the_excess_only(server: ApiServer):
+    server.engine.gate = threading.Event()
+    capacity = server.admission.capacity
+
+    def ask(_: int) -> httpx.Response:
+        return server.http.post("/v1/completions", json=TEXT | {"n": 2}, timeout=20)
+
+    with ThreadPoolExecutor(capacity) as pool:
+        waiting = [pool.submit(ask, index) for index in range(capacity // 2 + 5)]
+        while server.admission.num_rejected < 5 or server.admission.num_admitted < capacity:
+            assert not all(reply.done() for reply in waiting)
+        server.engine.gate.set()
+        replies = [reply.result() for reply in waiting]
+    refused = [reply for reply in replies if reply.status_code == 429]
+    assert len(refused) == 5
+    assert all(reply.headers["retry-after"] == "1" for reply in refused)
+    assert refused[0].json()["error"] == {
+        "message": f"The server is at its limit of {capacity} running and waiting completions; try again.",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    assert sum(reply.status_code == 200 for reply in replies) == capacity // 2
+
+
+def test_a_request_that_never_fits_is_400(server: ApiServer):
+    reply = server.http.post("/v1/completions", json=TEXT | {"n": 128})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == (
+        "n: the request asks for 128 completions, this server holds at most 64 at once; split the request"
+    )
+
+
+def test_admission_gives_places_back_once():
+    admission = Admission(max_num_seqs=2, queue_limit=1)
+    with pytest.raises(ApiError, match="starting"):
+        admission.admit(1)
+    admission.state = ReplicaState.READY
+    first = admission.admit(2)
+    with pytest.raises(ApiError) as failure:
+        admission.admit(2)
+    assert (failure.value.status, failure.value.retry_after_s) == (429, 1)
+    first.release()
+    first.release()
+    assert admission.num_admitted == 0
+    admission.set_queue_limit(0)
+    with pytest.raises(ApiError, match="at most 2 at once"):
+        admission.admit(3)

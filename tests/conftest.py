@@ -1,0 +1,85 @@
+"""What every test may use: paths, the default model, a small Ray cluster. Torch runs on one thread."""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+# Read when Ray is imported and by every process it starts, so set before any test module is imported.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+RAY_OBJECT_STORE_BYTES = 100 * 1024 * 1024
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout."""
+    return REPO_ROOT
+
+
+@pytest.fixture(scope="session")
+def smollm2_config_file() -> Path:
+    """The shipped config of the default model."""
+    return REPO_ROOT / "configs" / "smollm2-135m.yaml"
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(smollm2_config_file: Path) -> Path:
+    """SmolLM2-135M-Instruct as a local directory: fetched and converted on first use, then from the product's cache."""
+    from cluster.config import load_config
+    from engine.weights.source import fetch
+
+    return fetch(load_config(smollm2_config_file).model.source)
+
+
+@pytest.fixture(scope="session")
+def smollm2_drafter_dir() -> Path:
+    """The DFlash drafter of the default model."""
+    return REPO_ROOT / "models" / "smollm2-135m-dflash"
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """This process is connected to a Ray cluster of its own (8 logical CPUs, ports of its own choosing).
+
+    One for the session, since a start takes seconds; a test leaves no actor behind. At the end every process that was
+    started for it is gone, by its id.
+    """
+    import ray
+
+    from cluster.cli.local_ray import descendants
+
+    before = set(descendants(os.getpid()))
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=RAY_OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"env_vars": {"PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}},
+    )
+    started = set(descendants(os.getpid())) - before
+    yield
+    ray.shutdown()
+    for pid in started & set(descendants(os.getpid())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
