@@ -1,4 +1,4 @@
-"""The linear layer: right sums in every shape, rows that do not depend on each other, torch where there is no kernel."""
+"""The linear layer: right sums in every shape, rows independent of each other, torch where there is no kernel."""
 
 import importlib.util
 
