@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.layers.cpu_gemm import PackedMatrix, obstacle
+from engine.layers.cpu_gemm import PackedMatrix
+from engine.layers.cpu_jit import obstacle
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, QKV, VOCAB = 30, 576, 1536, 960, 49152
 SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]  # out, in; of a layer

@@ -1,28 +1,21 @@
 """The CPU matrix kernel: compiled once per process and weight type by llvmlite, called by ctypes.
 
-Owns: packing a weight, compiling, calling. What the kernel computes and why it is shaped so is told in `cpu_gemm_ir`.
-`unavailable_reason` says why a machine cannot or should not use it; callers then use torch.
+Owns: packing a weight and multiplying by it. What the kernel computes and why it is shaped so is told in `cpu_gemm_ir`;
+where it can be used, in `cpu_jit`.
 """
 
 import ctypes
 import functools
-import importlib.util
-import logging
-import os
-import platform
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.layers.cpu_gemm_ir import module_ir
+from engine.layers.cpu_jit import KERNEL_DTYPES, compile_ir
 from engine.layers.cpu_tile_ir import PANEL, WeightType
 
-logger = logging.getLogger(__name__)
-
-KERNEL_DTYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 # Rows x k up to which the kernel widens x itself, on the calling thread; above, torch does it on all threads.
 MAX_SELF_WIDENED = 64 * 1024
 _ALIGN = 32
@@ -49,78 +42,10 @@ class Kernels:
     engine: Any
 
 
-def _torch_openmp() -> Path | None:
-    """The OpenMP runtime that torch has loaded, if it is GNU's: its threads are shared with the kernel."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        try:
-            ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:
-            continue
-        return path
-    return None
-
-
-@functools.cache
-def unavailable_reason() -> str | None:
-    """None if the kernel can be used and is the better choice here, else why not. Decided and logged once per process.
-
-    The environment variable DFLASH_CPU_LINEAR overrides the choice: `torch`, or `kernel` (ValueError if it cannot be).
-    """
-    choice = os.environ.get("DFLASH_CPU_LINEAR", "auto")
-    if choice not in ("auto", "kernel", "torch"):
-        raise ValueError(f"DFLASH_CPU_LINEAR is {choice!r}: use auto, kernel or torch")
-    reason = "DFLASH_CPU_LINEAR=torch" if choice == "torch" else obstacle(forced=choice == "kernel")
-    if choice == "kernel" and reason is not None:
-        raise ValueError(f"DFLASH_CPU_LINEAR=kernel: {reason}")
-    logger.info("CPU matrices: %s", "the compiled kernel" if reason is None else f"torch ({reason})")
-    return reason
-
-
-def obstacle(*, forced: bool) -> str | None:
-    """What keeps the kernel from running here, or, unless forced, makes torch the better choice. None: nothing."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"written for Linux on x86_64, this is {platform.system()} on {platform.machine()}"
-    if importlib.util.find_spec("llvmlite") is None:
-        return "the package llvmlite is not installed"
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in ("AVX2", "AVX512"):
-        return f"needs AVX2, torch reports {capability}"
-    if not forced and torch.cpu._is_avx512_bf16_supported():
-        return "the processor has bfloat16 instructions, which torch uses"
-    if _torch_openmp() is None:
-        return "torch does not run on GNU OpenMP here"
-    try:
-        for weight in KERNEL_DTYPES.values():
-            load_kernels(weight)
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"the kernel does not compile: {error}"
-    return None
-
-
 @functools.cache
 def load_kernels(weight: WeightType) -> Kernels:
-    """Compiles the kernel for this processor (a fraction of a second, once per process).
-
-    Raises RuntimeError if the processor's features or this LLVM cannot take it.
-    """
-    import llvmlite.binding as llvm  # type: ignore[import-untyped]  # the package has no type stubs
-
-    features = llvm.get_host_cpu_features()
-    if not (features.get("avx2") and features.get("fma")):
-        raise RuntimeError("the processor lacks AVX2 or FMA")
-    openmp = _torch_openmp()
-    assert openmp is not None, "load_kernels is called only where unavailable_reason() is None"
-    fork = ctypes.cast(ctypes.CDLL(str(openmp)).GOMP_parallel, ctypes.c_void_p).value
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    llvm.add_symbol("GOMP_parallel", fork)
-    module = llvm.parse_assembly(module_ir(weight))
-    module.verify()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2
-    )
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
+    """Compiles the kernel of a weight type: a fraction of a second, once per process."""
+    engine = compile_ir(module_ir(weight))
     pointer, length = ctypes.c_void_p, ctypes.c_int64
     # CFUNCTYPE, not PYFUNCTYPE: the GIL is free while the kernel runs.
     from_float32 = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, length)

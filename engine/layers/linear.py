@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.layers.cpu_gemm import KERNEL_DTYPES, PackedMatrix, unavailable_reason
+from engine.layers.cpu_gemm import PackedMatrix
+from engine.layers.cpu_jit import KERNEL_DTYPES, unavailable_reason
 
 _UPCAST_ROWS = 8192  # weight rows widened at a time where torch must return float32 from bfloat16 weights on the CPU
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers import cpu_gemm
+from engine.layers import cpu_gemm, cpu_jit
 from engine.layers import linear as linear_module
-from engine.layers.cpu_gemm import PackedMatrix, obstacle, pack_weight, unavailable_reason, unpack_weight
+from engine.layers.cpu_gemm import PackedMatrix, pack_weight, unpack_weight
+from engine.layers.cpu_jit import obstacle, unavailable_reason
 from engine.layers.linear import Linear
 
 MAX_ROWS = 70
@@ -147,26 +148,26 @@ def test_without_the_kernel_torch_computes_the_same(
 
 def test_the_choice_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = unavailable_reason.__wrapped__  # without the cache: the choice is made once per process
-    monkeypatch.setenv("DFLASH_CPU_LINEAR", "torch")
-    assert choose() == "DFLASH_CPU_LINEAR=torch"
-    monkeypatch.setenv("DFLASH_CPU_LINEAR", "fast")
-    with pytest.raises(ValueError, match="use auto, kernel or torch"):
+    monkeypatch.setenv("DFLASH_CPU_KERNELS", "torch")
+    assert choose() == "DFLASH_CPU_KERNELS=torch"
+    monkeypatch.setenv("DFLASH_CPU_KERNELS", "fast")
+    with pytest.raises(ValueError, match="use auto, llvm or torch"):
         choose()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("DFLASH_CPU_LINEAR", "auto")
+    monkeypatch.setenv("DFLASH_CPU_KERNELS", "auto")
     assert choose() is not None
-    monkeypatch.setenv("DFLASH_CPU_LINEAR", "kernel")
-    with pytest.raises(ValueError, match="DFLASH_CPU_LINEAR=kernel: "):
+    monkeypatch.setenv("DFLASH_CPU_KERNELS", "llvm")
+    with pytest.raises(ValueError, match="DFLASH_CPU_KERNELS=llvm: "):
         choose()
 
 
 @needs_kernel
 def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(weight: str) -> None:
+    def broken(text: str) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(cpu_gemm, "load_kernels", broken)
-    assert obstacle(forced=True) == "the kernel does not compile: no such instruction"
+    monkeypatch.setattr(cpu_jit, "compile_ir", broken)
+    assert obstacle(forced=True) == "llvmlite does not compile: no such instruction"
 
 
 @needs_kernel
