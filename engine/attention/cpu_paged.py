@@ -75,7 +75,7 @@ def cpu_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: At
 
 
 def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:
-    num_blocks, block_size, kv_heads, D = k_cache.shape
+    _, block_size, kv_heads, D = k_cache.shape
     G, R = h // kv_heads, len(group.q_lens)
     kv_lens = group.kv_len_R.tolist()
     most_visible = max(kv_lens)
