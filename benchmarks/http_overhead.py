@@ -91,7 +91,7 @@ def main() -> None:
                 time.sleep(1)
         engine_speeds, http_speeds = [], []
         with LLM.from_config(engine_config) as llm:
-            prompts = [llm.tokenizer.chat_ids([{"role": "user", "content": m}]) for m in messages]
+            prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": m}]) for m in messages]
             for round_index in range(args.rounds + 1):
                 started = time.perf_counter()
                 outputs = llm.generate(prompts, params)

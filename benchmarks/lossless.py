@@ -103,11 +103,11 @@ def compare(args, cases: list[dict], run: dict, num_tokens: int) -> dict:
         "prompts": len(cases),
         "tokens": sum(len(o.outputs[0].token_ids) for o in outputs),
         "different": wrong,
-        "cached_prompt_tokens": sum(o.num_cached_tokens for o in outputs),
-        "preemptions": counters.num_preemptions,
+        "cached_prompt_tokens": sum(o.metrics.num_cached_tokens for o in outputs),
+        "preemptions": counters.preemptions,
         "acceptance_length": round(1 + counters.num_accepted_tokens / max(1, counters.num_drafts), 3),
         "seconds": round(time.perf_counter() - started, 1),
-        "free_blocks_at_end": stats.num_free_blocks,
+        "free_blocks_at_end": stats.free_blocks,
     }
     print(json.dumps(row), flush=True)
     return row

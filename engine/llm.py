@@ -15,7 +15,7 @@ from engine.config.engine import EngineConfig
 from engine.config.resolve import resolve_engine_config
 from engine.core import EngineCore
 from engine.output_processor import RequestState
-from engine.outputs import CompletionOutput, RequestOutput
+from engine.outputs import RequestMetrics, RequestOutput
 from engine.parallel.plan_ring import PlanWriter, new_ring_name
 from engine.rank import EngineRank, FollowerSpec
 from engine.request import EngineRequest
@@ -62,7 +62,7 @@ class LLM:
         self._ring: PlanWriter | None = None
         self._num_requests = 0
         self._closed = False
-        self.tokenizer = Tokenizer.from_dir(self.config.model_dir)
+        self.tokenizer = Tokenizer.load(self.config.model_dir)
         try:
             init_method = self._start_followers()
             self._rank = EngineRank(self.config, rank=0, init_method=init_method)
@@ -111,7 +111,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """`generate` on conversations rendered with the model's chat template."""
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
-        return self.generate([self.tokenizer.chat_ids(c) for c in conversations], sampling_params)
+        return self.generate([self.tokenizer.encode_chat(c) for c in conversations], sampling_params)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
@@ -161,10 +161,10 @@ class LLM:
             own = msgspec.structs.replace(params, n=1, seed=None if params.seed is None else params.seed + index)
             request = EngineRequest(request_id=request_id, prompt_token_ids=tuple(ids), params=own)
             state = RequestState(
-                request_id=request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                params=own,
-                tokenizer=self.tokenizer,
+                request_id,
+                request.prompt_token_ids,
+                own,
+                self.tokenizer,
                 num_spec_tokens=self.config.max_draft_len,
             )
             sequences.append((request, state))
@@ -214,18 +214,18 @@ class _Job:
         self.sequences = sequences
 
     def output(self) -> RequestOutput:
-        outputs: list[CompletionOutput] = [
-            state.completion(index) for index, (_, state) in enumerate(self.sequences)
-        ]
         first_request, first_state = self.sequences[0]
+        alone = len(self.sequences) == 1
         return RequestOutput(
             request_id=first_request.request_id,
             prompt=self._text,
             prompt_token_ids=tuple(self._ids),
-            outputs=outputs,
+            outputs=[state.completion_output(index) for index, (_, state) in enumerate(self.sequences)],
             finished=True,
-            metrics=first_state.spec_stats,
-            num_cached_tokens=first_state.num_cached_tokens,
+            metrics=RequestMetrics(
+                num_cached_tokens=first_state.num_cached_tokens,
+                speculative_decoding=first_state.spec_stats() if alone else None,
+            ),
         )
 
 

@@ -177,7 +177,7 @@ def test_drafter_position_table_ends_drafting_not_decoding(models, tmp_path):
         mixed_truth(llm, {0: full}, p_right=1.0, seed=0)
         result = llm.generate([text], params)[0]
         assert ids([result])[0] == full
-        assert 0 < result.metrics.num_draft_tokens < 48
+        assert 0 < result.metrics.speculative_decoding.num_draft_tokens < 48
 
 
 def test_chunking_never_changes_the_drafts(models):
