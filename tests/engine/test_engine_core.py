@@ -288,6 +288,34 @@ def test_a_stream_of_short_requests_does_not_starve_a_long_prompt(depth):
     harness.check_outcomes()
 
 
+@pytest.mark.parametrize("num_blocks", range(15, 31, 3))
+def test_a_row_chosen_earlier_in_the_step_can_still_be_preempted(depth, num_blocks):
+    """Rows take turns for the budget (two of three), so an older row may ask for blocks after a younger one was chosen."""
+    config = make_config(
+        pipeline_depth=depth, block_size=2, max_model_len=20, num_blocks=num_blocks, max_num_batched_tokens=16
+    )
+    for seed in range(8):
+        harness = Harness(config, accept=0.5, seed=seed)
+        for i in range(5):
+            harness.add([i], max_tokens=18, ignore_eos=True)
+        harness.run()
+        harness.check_outcomes()
+        harness.check_idle()
+
+
+@pytest.mark.parametrize("low", [1, 2, 3])
+def test_blocks_cover_the_longer_verify_still_in_flight_when_k_falls(low):
+    """Everything accepted, K falling from 7 at every other step: the unread step may be the longer one."""
+    harness = Harness(make_config(pipeline_depth=1, block_size=1, num_blocks=200), accept=1.0)
+    harness.add([1], max_tokens=60, ignore_eos=True)
+    version = 0
+    while harness.core.has_work():
+        version += 1
+        harness.core.apply_schedule((1, version), {1: low if version % 3 == 0 else 7})
+        harness.step()
+    harness.check_outcomes()
+
+
 # ---------------------------------------------------------------------------------------------------------- prefix cache
 
 
