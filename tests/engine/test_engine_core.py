@@ -305,13 +305,13 @@ def test_a_row_chosen_earlier_in_the_step_can_still_be_preempted(depth, num_bloc
 
 @pytest.mark.parametrize("low", [1, 2, 3])
 def test_blocks_cover_the_longer_verify_still_in_flight_when_k_falls(low):
-    """Everything accepted, K falling from 7 at every other step: the unread step may be the longer one."""
-    harness = Harness(make_config(pipeline_depth=1, block_size=1, num_blocks=200), accept=1.0)
-    harness.add([1], max_tokens=60, ignore_eos=True)
+    """Everything accepted, K falling after some steps at 7: the unread step is then the longer one."""
+    harness = Harness(make_config(pipeline_depth=1, block_size=1, num_blocks=300, max_model_len=240), accept=1.0)
+    harness.add([1], max_tokens=230, ignore_eos=True)
     version = 0
     while harness.core.has_work():
         version += 1
-        harness.core.apply_schedule((1, version), {1: low if version % 3 == 0 else 7})
+        harness.core.apply_schedule((1, version), {1: low if version % 6 == 0 else 7})
         harness.step()
     harness.check_outcomes()
 
