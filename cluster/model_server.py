@@ -63,6 +63,7 @@ class ModelServer:
                 root=self._config.model.source,
                 max_model_len=self._engine.max_model_len,
                 vocab_size=self._engine.vocab_size,
+                max_draft_len=self._engine.max_draft_len,
                 created=int(time.time()),
             ),
             admission=self._admission,
