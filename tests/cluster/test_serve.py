@@ -1,4 +1,4 @@
-"""The application under Ray Serve with a scripted engine: one hop, live reconfiguration, and a replica that ends itself."""
+"""The application under Ray Serve with a scripted engine: requests, live values, and a replica that ends itself."""
 
 import asyncio
 import socket
