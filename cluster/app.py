@@ -71,7 +71,8 @@ def bundles(config: ClusterConfig) -> list[dict[str, float]]:
 
 def live_values(config: ClusterConfig) -> dict[str, Any]:
     """What `ModelServer.reconfigure` takes over in a running replica (JSON values)."""
-    schedule = (config.speculative_config or {}).get("draft_len_schedule")
+    speculative = config.speculative_config
+    schedule = None if speculative is None else speculative.draft_len_schedule
     return {
         "queue_limit": config.deployment.queue_limit,
         "draft_len_schedule": None if schedule is None else {str(key): value for key, value in schedule.items()},

@@ -63,6 +63,7 @@ class ModelServer:
                 root=self._config.model.source,
                 max_model_len=self._engine.max_model_len,
                 vocab_size=self._engine.vocab_size,
+                max_draft_len=self._engine.max_draft_len,
                 created=int(time.time()),
             ),
             admission=self._admission,
@@ -74,6 +75,7 @@ class ModelServer:
             max_body_bytes=self._config.http.max_body_bytes,
             health_timeout_s=HEALTH_TIMEOUT_S,
             render_metrics=lambda: self._metrics.render(self._engine.group.client),
+            echoes_request_id=False,  # Serve's proxy does
         )
 
     async def reconfigure(self, live: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
 from cluster.openai.generation import Engine
-from cluster.openai.tokenization import Tokenizer
+from engine.tokenizer import Tokenizer
 
 
 class ReplicaClient(Engine, Protocol):
@@ -55,6 +55,7 @@ class ReplicaEngine:
     model_dir: str
     max_model_len: int
     vocab_size: int
+    max_draft_len: int
     static_schedule: dict[int, int]
 
 
@@ -67,18 +68,12 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
     Raises:
         ValueError: the config and the checkpoint do not fit; the message names the field.
     """
-    from engine.config.decoding import DFlashDecodingConfig
     from engine.config.resolve import resolve_engine_config
     from workers.engine_group import EngineGroup
 
-    from engine.tokenizer import load_tokenizer
-
-    arguments = config.engine_arguments()
-    if arguments["speculative_config"] is not None:
-        arguments["speculative_config"] = DFlashDecodingConfig(**arguments["speculative_config"])
-    engine_config = await asyncio.to_thread(lambda: resolve_engine_config(**arguments))
+    engine_config = await asyncio.to_thread(lambda: resolve_engine_config(**config.engine_arguments()))
     tokenizer = await asyncio.to_thread(
-        lambda: load_tokenizer(engine_config.model_dir, chat_template=config.model.chat_template)
+        lambda: Tokenizer.load(engine_config.model_dir, chat_template=config.model.chat_template)
     )
     group = await EngineGroup.start(engine_config, stall_timeout_s=config.deployment.stall_timeout_s)
     return ReplicaEngine(
@@ -87,5 +82,6 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         model_dir=engine_config.model_dir,
         max_model_len=engine_config.max_model_len,
         vocab_size=engine_config.target.vocab_size,
+        max_draft_len=engine_config.max_draft_len,
         static_schedule=dict(engine_config.draft_len_schedule),
     )

@@ -24,15 +24,17 @@ def create_app(
     max_body_bytes: int,
     health_timeout_s: float,
     render_metrics: Callable[[], Awaitable[tuple[bytes, str]]],
+    echoes_request_id: bool = True,
 ) -> FastAPI:
     """The ASGI application of one replica.
 
     Args:
         health_timeout_s: how long /health waits for a round trip through the engine loop.
         render_metrics: body and content type of GET /metrics.
+        echoes_request_id: False if the server in front answers with X-Request-Id itself.
     """
     app = FastAPI(title=DISTRIBUTION, version=version(), openapi_url=None)
-    app.add_middleware(EnvelopeMiddleware)
+    app.add_middleware(EnvelopeMiddleware, echoes_request_id=echoes_request_id)
     install_error_handlers(app)
 
     @app.post("/v1/chat/completions")

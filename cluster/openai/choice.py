@@ -1,4 +1,4 @@
-"""One choice of a response while it is generated: its engine request, its text so far, its counts."""
+"""One choice of a response while it is generated: its engine request, its front-end state, its log-probabilities."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import msgspec
 
 from cluster.openai.logprobs import Entry, LogprobTracker
 from engine.output_processor import RequestState
+from engine.outputs import OutputChunk
 from engine.request import EngineRequest, TokenDelta
 
 FormatLogprobs = Callable[[Sequence[Entry]], Any]
@@ -49,40 +50,23 @@ class Choice:
         self.state = state
         self.counts_prompt = counts_prompt
         self.echo_only = echo_only
-        self.token_ids: list[int] = []
         self.logprobs: list[Any] = []
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
         self.first_token_at: float | None = None  # time.monotonic()
-        self.num_cached_tokens = 0
-        self.num_drafted = 0
-        self.num_accepted = 0
-        self._texts: list[str] = []
-        self._text_len = 0
+        self._text_len = 0  # characters handed out
         self._tracker = tracker
         self._format_logprobs = format_logprobs
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
 
     def update(self, delta: TokenDelta) -> tuple[ChoiceUpdate, bool]:
         """Apply one delta; the flag says that the engine still runs the request and has to abort it."""
         chunk = self.state.update(delta)
-        self._texts.append(chunk.text)
         self._text_len += len(chunk.text)
-        self.token_ids.extend(chunk.token_ids)
-        self.num_cached_tokens = delta.num_cached_tokens
-        self.num_drafted += delta.num_drafted
-        self.num_accepted += delta.num_accepted
         self.finish_reason = chunk.finish_reason
-        self.stop_reason = chunk.stop_reason
         update = ChoiceUpdate(
             index=self.index,
             text=chunk.text,
-            token_ids=tuple(chunk.token_ids),
-            logprobs=self._release_logprobs(chunk.logprobs, chunk.finish_reason is not None),
+            token_ids=chunk.token_ids,
+            logprobs=self._release_logprobs(chunk, delta),
             finish_reason=chunk.finish_reason,
             stop_reason=chunk.stop_reason,
         )
@@ -93,19 +77,21 @@ class Choice:
         self.finish_reason = "length"
         return ChoiceUpdate(index=self.index, text="", token_ids=(), finish_reason="length")
 
-    def _release_logprobs(self, logprobs: Sequence[Any] | None, is_last: bool) -> Any:
+    def _release_logprobs(self, chunk: OutputChunk, delta: TokenDelta) -> Any:
         if self._tracker is None or self._format_logprobs is None:
             return None
-        self._tracker.add(logprobs or ())
+        # A stop id of the engine, not a stop string: its text is not in the output unless asked for.
+        ends_with_stop_id = (
+            delta.finish_reason == "stop"
+            and len(chunk.token_ids) == len(delta.token_ids)
+            and not self.request.params.include_stop_str_in_output
+        )
+        self._tracker.add(chunk.logprobs or (), last_is_control=ends_with_stop_id)
         entries = self._tracker.release(self._text_len)
-        if is_last:
+        if chunk.finish_reason is not None:
             entries += self._tracker.release_last(self._text_len)
         if not entries:
             return None
         formatted = self._format_logprobs(entries)
         self.logprobs.append(formatted)
         return formatted
-
-    def speculation_stats(self) -> Any | None:
-        """vLLM's `speculative_decoding` object of this choice, None for a request that was never drafted for."""
-        return self.state.speculation_stats()

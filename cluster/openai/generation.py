@@ -13,19 +13,23 @@ from typing import Protocol
 
 from cluster.admission import RETRY_AFTER_S, Ticket
 from cluster.openai.choice import Choice, ChoiceUpdate
-from cluster.openai.errors import ApiError, internal_error, unavailable
+from cluster.openai.errors import ApiError, from_value_error, internal_error, unavailable
 from cluster.openai.usage import Usage, make_usage
 from engine.request import EngineRequest, TokenDelta
+from engine.sampling_params import SamplingParams
 from workers.engine_client import EngineDeadError
 
 logger = logging.getLogger(__name__)
+
+# What an engine's refusal may blame, by the name its message starts with.
+_REQUEST_FIELDS = ("prompt", "prompt_token_ids", *SamplingParams.__struct_fields__)
 
 
 class Engine(Protocol):
     """What the API needs of `workers.engine_client.EngineClient`."""
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
-        """Deltas of one request until its finish_reason; raises EngineDeadError."""
+    def submit(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of one request until its finish_reason; raises ValueError (a refusal) or EngineDeadError."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -106,12 +110,16 @@ class Generation:
 
     def usage(self) -> Usage:
         """Counts so far."""
+        usages = [choice.state.usage() for choice in self.choices]
+        prompts = [usage for usage, choice in zip(usages, self.choices, strict=True) if choice.counts_prompt]
+        accepted = sum(usage.accepted_prediction_tokens for usage in usages)
+        rejected = sum(usage.rejected_prediction_tokens for usage in usages)
         return make_usage(
-            prompt_tokens=sum(len(c.request.prompt_token_ids) for c in self.choices if c.counts_prompt),
-            cached_tokens=sum(c.num_cached_tokens for c in self.choices if c.counts_prompt),
-            completion_tokens=sum(len(c.token_ids) for c in self.choices),
-            num_drafted=sum(c.num_drafted for c in self.choices),
-            num_accepted=sum(c.num_accepted for c in self.choices),
+            prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
+            cached_tokens=sum(usage.cached_tokens for usage in prompts),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            num_accepted=accepted,
+            num_rejected=rejected,
         )
 
     async def _single(self, choice: Choice) -> AsyncGenerator[ChoiceUpdate, None]:
@@ -123,14 +131,14 @@ class Generation:
         self._in_engine.add(request_id)
         deltas = self._engine.submit(choice.request)
         try:
-            async for delta in deltas:
-                if delta.finish_reason in ("error", "abort"):
-                    self._in_engine.discard(request_id)
-                    self._report(choice, delta.finish_reason)
-                    logger.error("The engine ended request %s: %s", request_id, delta.error or delta.finish_reason)
-                    raise internal_error()
+            while choice.finish_reason is None:
+                delta = await self._next_delta(deltas, choice)
                 if delta.finish_reason is not None:
                     self._in_engine.discard(request_id)
+                if delta.finish_reason in ("error", "abort"):
+                    logger.error("The engine ended request %s: %s", request_id, delta.error or delta.finish_reason)
+                    self._report(choice, delta.finish_reason)
+                    raise internal_error()
                 if choice.first_token_at is None:
                     choice.first_token_at = time.monotonic()
                 update, must_abort = choice.update(delta)
@@ -140,21 +148,26 @@ class Generation:
                 if update.finish_reason is not None:
                     self._report(choice, update.finish_reason)
                 yield update
-                if update.finish_reason is not None:
-                    return
-        except EngineDeadError as error:
-            self._in_engine.discard(request_id)
-            self._report(choice, "error")
-            raise unavailable(
+        finally:
+            await deltas.aclose()
+
+    async def _next_delta(self, deltas: AsyncGenerator[TokenDelta, None], choice: Choice) -> TokenDelta:
+        """The engine's next delta of a choice; what goes wrong in the engine becomes an ApiError here."""
+        try:
+            return await anext(deltas)
+        except StopAsyncIteration:
+            logger.error("The engine's stream of %s ended without a finish_reason.", choice.request.request_id)
+            error = internal_error()
+        except ValueError as refusal:
+            error = from_value_error(refusal, _REQUEST_FIELDS)
+        except EngineDeadError:
+            error = unavailable(
                 "The engine stopped while it worked on this request and is being replaced; try again.",
                 retry_after_s=RETRY_AFTER_S,
-            ) from error
-        finally:
-            close = getattr(deltas, "aclose", None)
-            if close is not None:
-                await close()
-        logger.error("The engine's stream of request %s ended without a finish_reason.", request_id)
-        raise internal_error()
+            )
+        self._in_engine.discard(choice.request.request_id)
+        self._report(choice, "error")
+        raise error
 
     async def _merged(self) -> AsyncGenerator[ChoiceUpdate, None]:
         """Updates of several choices through one bounded queue; the first failure ends all."""
@@ -187,7 +200,7 @@ class Generation:
         self._observer.on_finish(
             reason=reason,
             prompt_tokens=len(choice.request.prompt_token_ids),
-            generated=len(choice.token_ids),
+            generated=len(choice.state.token_ids),
             seconds=now - self._arrived,
             decode_seconds=0.0 if choice.first_token_at is None else now - choice.first_token_at,
         )

@@ -116,10 +116,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EnvelopeMiddleware:
-    """Echoes X-Request-Id (or makes one) and turns what no handler caught into the 500 envelope."""
+    """Turns what no handler caught into the 500 envelope, and echoes X-Request-Id (or makes one).
 
-    def __init__(self, app: ASGIApp) -> None:
+    echoes_request_id: False where the server in front writes the header itself, as Ray Serve does.
+    """
+
+    def __init__(self, app: ASGIApp, *, echoes_request_id: bool) -> None:
         self._app = app
+        self._echoes_request_id = echoes_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -133,7 +137,8 @@ class EnvelopeMiddleware:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                if self._echoes_request_id:
+                    MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
         try:

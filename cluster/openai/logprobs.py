@@ -1,17 +1,17 @@
 """Log-probabilities in OpenAI's two forms, aligned with the text the client gets.
 
 The law: the tokens of a choice, concatenated, are its text. A token that only begins a multi-byte character has the
-text "" and its own bytes; the token that completes the character has the character. Tokens of a stop string that was cut off
-the text are left out (a straddling one is trimmed), and so is an end-of-sequence token in chat; completions, which have
-no such law at OpenAI, keep it with an empty text.
+text "" and its own bytes; the token that completes the character has the character. Tokens of a stop string that was
+cut off the text are left out (a straddling one is trimmed), and so is an end-of-sequence token in chat; completions,
+which have no such law at OpenAI, keep it with an empty text.
 """
 
-import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from engine.detokenizer import Detokenizer
 from engine.step import TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
@@ -64,26 +64,34 @@ class LogprobTracker:
     """Collects the entries of one choice and hands them out once their text has been handed out.
 
     Args:
+        detokenizer: fresh, for the same sequence as the choice's text; the pieces it returns are the entries' texts.
         token_bytes: the bytes a token id stands for.
         skipped_ids: ids that have no text in the output (special tokens, when they are skipped).
         keep_control: hand out a token without text of its own at the end (the end-of-sequence token).
     """
 
-    def __init__(self, *, token_bytes: Callable[[int], bytes], skipped_ids: frozenset[int], keep_control: bool) -> None:
+    def __init__(
+        self,
+        *,
+        detokenizer: Detokenizer,
+        token_bytes: Callable[[int], bytes],
+        skipped_ids: frozenset[int],
+        keep_control: bool,
+    ) -> None:
+        self._detokenizer = detokenizer
         self._token_bytes = token_bytes
         self._skipped_ids = skipped_ids
         self._keep_control = keep_control
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._end = 0  # characters in all entries so far
         self._released_len = 0  # characters in the entries handed out
         self._pending: list[Entry] = []
 
-    def add(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Take the tokens of one step."""
-        for token in logprobs:
-            is_control = token.token_id in self._skipped_ids
+    def add(self, logprobs: Sequence[TokenLogprobs], *, last_is_control: bool) -> None:
+        """Take the tokens of one step; last_is_control: the last one is a stop id whose text is left out."""
+        for position, token in enumerate(logprobs, start=1):
+            is_control = token.token_id in self._skipped_ids or (last_is_control and position == len(logprobs))
+            text = "" if is_control else self._detokenizer.feed(token.token_id)
             raw = b"" if is_control else self._token_bytes(token.token_id)
-            text = self._decoder.decode(raw)
             self._pending.append(Entry(start=self._end, text=text, raw=raw, is_control=is_control, logprobs=token))
             self._end += len(text)
 
@@ -123,7 +131,7 @@ class LogprobTracker:
         if unfinished and not is_cut:
             # The text ends inside a character, which the detokenizer shows as U+FFFD or leaves out.
             missing = text_len - self._released_len - sum(len(entry.text) for entry in rest)
-            unfinished[-1].text = self._decoder.decode(b"", final=True)[: max(missing, 0)]
+            unfinished[-1].text = self._detokenizer.flush()[: max(missing, 0)]
             rest += unfinished
         if self._keep_control and not is_cut:
             rest += control
@@ -132,7 +140,7 @@ class LogprobTracker:
 
 
 def _trimmed(entry: Entry, text_len: int, unfinished: bytes) -> Entry:
-    """The part of an entry that lies in the text; `unfinished` bytes of its first character came with earlier tokens."""
+    """The part of an entry inside the text; `unfinished` bytes of its first character came with earlier tokens."""
     text = entry.text[: text_len - entry.start]
     return msgspec.structs.replace(entry, text=text, raw=text.encode().removeprefix(unfinished))
 

@@ -1,7 +1,8 @@
 """Request bodies of the API: OpenAI's fields plus the extensions that vLLM and SGLang clients send, under their names.
 
 Types are strict (a number in a string is an error), null means "not given", unknown fields are kept in `model_extra`
-for `cluster.openai.fields`. Bounds are OpenAI's. What a field means to the engine is decided in `cluster.openai.params`.
+for `cluster.openai.fields`. Bounds are OpenAI's. What a field means to the engine is decided in
+`cluster.openai.params`.
 """
 
 from typing import Annotated, Any, Literal
@@ -102,7 +103,7 @@ class GenerationRequest(Body):
 
 
 class ChatMessage(Body):
-    """One message; content parts are joined to one string with newlines, as the templates served here take strings."""
+    """One message; content parts become one string, as the templates served here take strings."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | None = None
@@ -132,7 +133,7 @@ class ChatMessage(Body):
             if not isinstance(text, str):
                 raise ValueError(f"part {index} has no text")
             texts.append(text)
-        return "\n".join(texts)
+        return "".join(texts)
 
     @model_validator(mode="after")
     def _has_content(self) -> "ChatMessage":

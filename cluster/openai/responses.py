@@ -53,14 +53,14 @@ def response_body(generation: Generation, form: ResponseForm) -> bytes:
 def _choice_body(choice: Choice, form: ResponseForm) -> dict[str, Any]:
     body: dict[str, Any] = {"index": choice.index}
     if form.chat:
-        body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        body["message"] = {"role": "assistant", "content": choice.state.text, "refusal": None}
     else:
-        body["text"] = form.echo(choice.index) + choice.text
+        body["text"] = form.echo(choice.index) + choice.state.text
     body["logprobs"] = merge_logprobs(choice.logprobs)
     body["finish_reason"] = choice.finish_reason
-    body["stop_reason"] = choice.stop_reason
+    body["stop_reason"] = choice.state.stop_reason
     if form.return_token_ids:
-        body["token_ids"] = choice.token_ids
+        body["token_ids"] = choice.state.token_ids
         if not form.chat:
             body["prompt_token_ids"] = choice.request.prompt_token_ids
     return body
@@ -70,7 +70,7 @@ def _metrics(generation: Generation) -> dict[str, Any] | None:
     """vLLM's statistics of speculation; they describe one sequence, so only a response of one choice has them."""
     if len(generation.choices) != 1:
         return None
-    stats = generation.choices[0].speculation_stats()
+    stats = generation.choices[0].state.spec_stats()
     return None if stats is None else {"speculative_decoding": stats}
 
 
@@ -102,18 +102,14 @@ async def response_chunks(generation: Generation, form: ResponseForm) -> AsyncIt
                 if form.chat:
                     parts.append(writer.role(update.index, prompt_token_ids=prompt_ids))
                     prompt_ids = None
-            if (
-                text
-                or update.logprobs is not None
-                or prompt_ids is not None
-                or (form.return_token_ids and update.token_ids)
-            ):
+            token_ids = update.token_ids if form.return_token_ids else None
+            if text or token_ids or update.logprobs is not None or prompt_ids is not None:
                 parts.append(
                     writer.content(
                         update.index,
                         text,
                         logprobs=update.logprobs,
-                        token_ids=update.token_ids if form.return_token_ids else None,
+                        token_ids=token_ids,
                         prompt_token_ids=prompt_ids,
                         usage=usage,
                     )

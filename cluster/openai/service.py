@@ -1,4 +1,4 @@
-"""`OpenAIService`: what the routes do, without HTTP. Validated requests in, generations to be started and bodies out."""
+"""`OpenAIService`: what the routes do, without HTTP. Validated requests in, pending generations and bodies out."""
 
 import time
 import uuid
@@ -22,18 +22,24 @@ from cluster.openai.protocol import (
     TokenizeRequest,
 )
 from cluster.openai.responses import ResponseForm
-from cluster.openai.tokenization import Tokenizer, check_token_ids, encode_messages, encode_prompt, off_loop
+from cluster.openai.tokenization import check_token_ids, encode_messages, encode_prompt, off_loop, special_token_ids
+from engine.detokenizer import Detokenizer
 from engine.output_processor import RequestState
 from engine.request import EngineRequest
+from engine.tokenizer import Tokenizer
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The one model of a server. name: its id in the API; root: where it came from; created: unix seconds."""
+    """The one model of a server. name: its id in the API; root: where it came from; created: unix seconds.
+
+    max_draft_len: the most drafts a step may verify, 0 without a drafter.
+    """
 
     name: str
     root: str
     max_model_len: int
     vocab_size: int
+    max_draft_len: int
     created: int
 
     def card(self) -> dict[str, Any]:
@@ -81,6 +87,7 @@ class OpenAIService:
         self._observer = observer
         self._defaults = defaults
         self._fields = UnmodelledFields()
+        self._special_ids = special_token_ids(tokenizer)
 
     async def chat(self, request: ChatCompletionRequest) -> PendingGeneration:
         """Check and tokenise a chat request. Raises ApiError."""
@@ -155,7 +162,9 @@ class OpenAIService:
             "count": len(tokens),
             "max_model_len": self.model.max_model_len,
             "tokens": tokens,
-            "token_strs": self._tokenizer.token_strings(tokens) if request.return_token_strs else None,
+            "token_strs": [self._tokenizer.backend.id_to_token(token) for token in tokens]
+            if request.return_token_strs
+            else None,
         }
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
@@ -255,15 +264,16 @@ class OpenAIService:
             is_chat = isinstance(request, ChatCompletionRequest)
             skips = params.skip_special_tokens
             tracker = LogprobTracker(
+                detokenizer=Detokenizer(self._tokenizer, prompt, skip_special_tokens=skips),
                 token_bytes=self._tokenizer.token_bytes,
-                skipped_ids=self._tokenizer.special_token_ids if skips else frozenset(),
+                skipped_ids=self._special_ids if skips else frozenset(),
                 keep_control=not is_chat,
             )
             format_logprobs = self._logprob_format(is_chat, num_logprobs, len(echo))
         return Choice(
             index=index,
             request=engine_request,
-            state=RequestState(engine_id, prompt, params, self._tokenizer),
+            state=RequestState(engine_id, prompt, params, self._tokenizer, num_spec_tokens=self.model.max_draft_len),
             counts_prompt=sample == 0,
             echo_only=echo_only,
             tracker=tracker,

@@ -2,49 +2,20 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from cluster.openai.errors import clip, invalid
+from cluster.openai.errors import clip, from_value_error, invalid
 from cluster.openai.protocol import ChatMessage
+from engine.tokenizer import Tokenizer
 
 # Above this many characters a text is encoded in a thread, so that other streams are not held up.
 _INLINE_CHARS = 8_000
 
 
-class Tokenizer(Protocol):
-    """A tokenizer with a chat template (`engine.tokenizer`)."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Text to token ids."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Token ids to text."""
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> str:
-        """Messages to the prompt's text; raises ValueError if the template refuses them."""
-        ...
-
-    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's strings of the ids."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes the id stands for; for a special token its name."""
-        ...
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """Ids that decoding skips when special tokens are skipped."""
-        ...
+def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that decoding leaves out when special tokens are skipped."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 async def off_loop(size: int, function: Callable[[], Any]) -> Any:
@@ -68,8 +39,9 @@ async def encode_messages(
     """
     plain: list[dict[str, Any]] = []
     for message in messages:
-        role = "system" if message.role == "developer" else message.role
-        plain.append({"role": role, "content": message.content} | ({"name": message.name} if message.name else {}))
+        plain.append(
+            {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
+        )
     continues = bool(continue_final_message)
 
     def render_and_encode() -> list[int]:
@@ -84,7 +56,7 @@ async def encode_messages(
     try:
         return await off_loop(sum(len(message.content or "") for message in messages), render_and_encode)
     except ValueError as error:
-        raise invalid("messages", f"the chat template refuses them: {clip(str(error))}") from error
+        raise from_value_error(error, ("messages", "chat_template")) from error
 
 
 async def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool) -> list[int]:

@@ -28,9 +28,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_usage(
-    *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, num_drafted: int, num_accepted: int
+    *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, num_accepted: int, num_rejected: int
 ) -> Usage:
-    """Usage from plain counts; num_drafted counts drafts at risk, num_accepted those of them that were accepted."""
+    """Usage from plain counts; num_accepted and num_rejected count draft tokens."""
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
@@ -39,6 +39,6 @@ def make_usage(
         completion_tokens_details=CompletionTokensDetails(
             reasoning_tokens=0,
             accepted_prediction_tokens=num_accepted,
-            rejected_prediction_tokens=num_drafted - num_accepted,
+            rejected_prediction_tokens=num_rejected,
         ),
     )

@@ -6,7 +6,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,17 +24,17 @@ from cluster.openai.params import SamplingDefaults
 from cluster.openai.service import OpenAIService, ServedModel
 from engine.request import EngineRequest, TokenDelta
 from engine.step import TokenLogprobs
+from engine.tokenizer import Tokenizer
 
 MODEL = "toy/model"
 MAX_MODEL_LEN = 400
+MAX_DRAFT_LEN = 7
 EOS = "<|im_end|>"
 
 
-def build_tokenizer(directory: Any) -> Any:
+def build_tokenizer(directory: Path) -> Tokenizer:
     """A byte-level BPE tokenizer with a ChatML template, saved to `directory` and loaded as the engine loads one."""
     from transformers import PreTrainedTokenizerFast
-
-    from engine.tokenizer import load_tokenizer
 
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,7 +54,7 @@ def build_tokenizer(directory: Any) -> Any:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer.save_pretrained(str(directory))
-    return load_tokenizer(str(directory))
+    return Tokenizer.load(directory)
 
 
 class FakeEngine:
@@ -62,7 +63,7 @@ class FakeEngine:
     Records submitted requests and aborts. `fail_after`: the error raised after that many steps of each request.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.text: Callable[[EngineRequest], str] | str = "the quick brown fox"
         self.step_sizes: Callable[[EngineRequest], Iterator[int]] = lambda request: _random_sizes(request)
@@ -75,7 +76,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.num_open = 0
 
-    async def submit(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+    async def submit(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         self.requests.append(request)
         self.num_open += 1
         try:
@@ -104,7 +105,7 @@ class FakeEngine:
                 if self.failure is not None:
                     yield self.failure
                 return
-            size = 1 if step == 0 else next(sizes)
+            size = 1 if step == 0 else min(next(sizes), MAX_DRAFT_LEN + 1)
             block, ids = ids[:size], ids[size:]
             yield TokenDelta(
                 request_id=request.request_id,
@@ -113,7 +114,7 @@ class FakeEngine:
                 logprobs=tuple(self._logprobs(request, token) for token in block)
                 if request.params.logprobs is not None
                 else None,
-                num_drafted=0 if step == 0 else 7,
+                num_drafted=0 if step == 0 else MAX_DRAFT_LEN,
                 num_accepted=0 if step == 0 else len(block) - 1,
                 is_decode_step=step > 0,
                 num_cached_tokens=3,
@@ -166,7 +167,7 @@ def _random_sizes(request: EngineRequest) -> Iterator[int]:
 class ApiServer:
     """The app under uvicorn in a thread, with the parts a test turns."""
 
-    def __init__(self, tokenizer: Any, *, max_num_seqs: int = 4, queue_limit: int = 60) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, max_num_seqs: int = 4, queue_limit: int = 60) -> None:
         self.engine = FakeEngine(tokenizer)
         self.tokenizer = tokenizer
         self.admission = Admission(max_num_seqs=max_num_seqs, queue_limit=queue_limit)
@@ -176,7 +177,12 @@ class ApiServer:
             engine=self.engine,
             tokenizer=tokenizer,
             model=ServedModel(
-                name=MODEL, root="toy", max_model_len=MAX_MODEL_LEN, vocab_size=len(tokenizer), created=1_700_000_000
+                name=MODEL,
+                root="toy",
+                max_model_len=MAX_MODEL_LEN,
+                vocab_size=tokenizer.vocab_size,
+                max_draft_len=MAX_DRAFT_LEN,
+                created=1_700_000_000,
             ),
             admission=self.admission,
             observer=self.metrics,
@@ -214,7 +220,7 @@ class ApiServer:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, *, strict: bool = True, **options: Any) -> openai.OpenAI:
-        """strict: off for streamed completions only, as the SDK's type lacks the null finish_reason that OpenAI sends."""
+        """strict: off for streamed completions only: the SDK's type lacks the null finish_reason that OpenAI sends."""
         return openai.OpenAI(
             base_url=self.url + "/v1",
             api_key="none",

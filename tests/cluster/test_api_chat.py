@@ -47,7 +47,7 @@ def test_prompt_is_the_rendered_template(server: ApiServer):
     )
     text = server.tokenizer.decode(server.engine.requests[0].prompt_token_ids, skip_special_tokens=False)
     assert text == (
-        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\ncalm<|im_start|>assistant\n"
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nonetwo<|im_end|>\ncalm<|im_start|>assistant\n"
     )
 
 
@@ -203,11 +203,15 @@ def test_sampling_parameters_reach_the_engine(server: ApiServer):
     assert request.cache_salt == "tenant"
 
 
-def test_special_tokens_on_request(server: ApiServer):
+def test_stop_token_in_the_text_on_request(server: ApiServer):
     reply = server.client().chat.completions.create(
-        model=MODEL, messages=HELLO, extra_body={"skip_special_tokens": False}
+        model=MODEL,
+        messages=HELLO,
+        logprobs=True,
+        extra_body={"skip_special_tokens": False, "include_stop_str_in_output": True},
     )
     assert reply.choices[0].message.content == "the quick brown fox" + EOS
+    assert "".join(token.token for token in reply.choices[0].logprobs.content) == "the quick brown fox" + EOS
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -98,7 +98,7 @@ CHAT_ONLY = [
         "messages.0.tool_calls",
         "not supported by this server; leave it out of the message",
     ),
-    (message("refuse me"), "messages", "the chat template refuses them: no such message"),
+    (message("refuse me"), "messages", "the chat template refused them: no such message"),
     ({"top_logprobs": 2}, "top_logprobs", "only allowed together with logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be less than or equal to 20"),
     ({"logprobs": 1}, "logprobs", "must be true or false"),
@@ -161,7 +161,7 @@ def test_rule(server: ApiServer, path: str, valid: dict, change: dict, param: st
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"].split("; messages")[0] == f"{param}: " + text.replace(
-        "{last}", str(len(server.tokenizer) - 1)
+        "{last}", str(server.tokenizer.vocab_size - 1)
     )
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
@@ -265,7 +265,7 @@ def test_unknown_model(server: ApiServer, path: str):
 def test_tokenize_rules(server: ApiServer, path: str, body: dict, param: str, text: str):
     reply = server.http.post(path, json=body)
     assert reply.status_code == 400
-    text = text.replace("{last}", str(len(server.tokenizer) - 1))
+    text = text.replace("{last}", str(server.tokenizer.vocab_size - 1))
     assert reply.json()["error"]["message"] == f"{param}: {text}"
 
 

@@ -61,6 +61,14 @@ def test_failure_in_mid_stream_is_an_error_event(server: ApiServer, failure, num
         list(server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True, n=num_choices))
 
 
+def test_a_refusal_of_the_engine_is_the_clients_error(server: ApiServer):
+    server.engine.fail_after = 0
+    server.engine.failure = ValueError("min_p: this engine says no")
+    reply = server.http.post("/v1/chat/completions", json=CHAT)
+    assert reply.status_code == 400
+    assert (reply.json()["error"]["param"], reply.json()["error"]["message"]) == ("min_p", "min_p: this engine says no")
+
+
 def test_failure_in_mid_response_is_an_http_error(server: ApiServer):
     server.engine.fail_after = 2
     server.engine.failure = EngineDeadError("rank 1 died")
