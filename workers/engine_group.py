@@ -36,7 +36,7 @@ from workers.gpu_worker import (
     RankJob,
     RankProgress,
 )
-from workers.placement import Placement, PlacementError
+from workers.placement import Placement, PlacementError, check_ranks
 from workers.replica_socket import ReplicaSocket
 
 logger = logging.getLogger(__name__)
@@ -178,12 +178,10 @@ class EngineGroup:
             ) from None
         except RayError as error:
             raise EngineDeadError("a rank's process did not start", str(error)) from None
-        hosts = {info.hostname for info in self._infos} | {socket.gethostname()}
-        if len(hosts) > 1:
-            raise EngineDeadError(
-                f"the ranks and the replica must share one node, they are on {sorted(hosts)}: "
-                "use a STRICT_PACK placement group whose bundle 0 also holds the replica"
-            )
+        try:
+            check_ranks(self._infos, device=self._config.device, hostname=socket.gethostname())
+        except PlacementError as error:
+            raise EngineDeadError(str(error)) from None
 
     async def _launch(self) -> socket.socket:
         """Starts every rank's run() and returns the connection from rank 0. The socket's name is gone afterwards."""

@@ -75,11 +75,15 @@ class RankJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Where a rank's process is. free_port: a TCP port for the rendezvous, asked of rank 0 only."""
+    """Where a rank's process is.
+
+    visible_devices: CUDA_VISIBLE_DEVICES as the process sees it. free_port: a TCP port for the rendezvous, rank 0 only.
+    """
 
     rank: int
     process: ProcessIdentity
     hostname: str
+    visible_devices: str | None
     free_port: int | None
 
 
@@ -118,7 +122,11 @@ class GpuWorker:
                 probe.bind(("127.0.0.1", 0))
                 free_port = probe.getsockname()[1]
         return RankInfo(
-            rank=self._rank, process=ProcessIdentity.current(), hostname=socket.gethostname(), free_port=free_port
+            rank=self._rank,
+            process=ProcessIdentity.current(),
+            hostname=socket.gethostname(),
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            free_port=free_port,
         )
 
     def progress(self) -> RankProgress:
@@ -132,7 +140,7 @@ class GpuWorker:
                 self._lead(job)
             else:
                 self._follow(job)
-        except Exception as error:  # noqa: BLE001 - the process boundary: every cause is reported
+        except Exception as error:
             # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the group
             # ends this process as soon as it has the cause.
             cause = f"{type(error).__name__}: {error}"[:4000]
@@ -250,9 +258,9 @@ def build_rank(
     # Ray sets OMP_NUM_THREADS=1 for actors without CPUs; libraries that read it later than torch shall agree with torch.
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     import torch
-    from engine.rank import EngineRank
 
     from engine.core import EngineCore
+    from engine.rank import EngineRank
 
     torch.set_num_threads(config.num_threads)
     engine_rank = EngineRank(config, rank=rank, init_method=init_method, progress=progress)

@@ -38,7 +38,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self.loop.run()
-        except Exception as error:  # noqa: BLE001 - asserted on by the tests
+        except Exception as error:
             self.error = error
 
     async def tokens(self, req: EngineRequest) -> list[int]:
@@ -159,9 +159,9 @@ async def test_a_replica_that_does_not_read_holds_the_engine_back() -> None:
     async with running(core) as engine:
         task = asyncio.create_task(engine.tokens(request("a", 0, 1_000_000)))
         await engine.until(lambda: core.num_steps > 3)
-        time.sleep(0.3)  # noqa: ASYNC251 - the replica's event loop is blocked
+        time.sleep(0.3)
         before = core.num_steps
-        time.sleep(0.2)  # noqa: ASYNC251
+        time.sleep(0.2)
         assert core.num_steps == before < 2000, "the socket's buffer is the bound"
         assert await task == list(range(1, 1_000_001))
 
