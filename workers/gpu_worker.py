@@ -1,8 +1,8 @@
 """`GpuWorker`: the Ray actor of one tensor-parallel rank (a CPU rank as well; the name is the architecture's).
 
-Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end is noticed at once. The
-short calls (`prepare`, `progress`) run in other threads of the actor. What a rank is made of comes from a factory, named by a
-dotted path, so that a simulated device can take the real one's place.
+Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end is noticed at once.
+The short calls (`prepare`, `progress`) run in other threads of the actor. What a rank is made of comes from a factory,
+named by a dotted path, so that a simulated device can take the real one's place.
 """
 
 import importlib
@@ -114,8 +114,10 @@ class GpuWorker:
         self._num_steps: Callable[[], int] = lambda: 0
 
     def prepare(self) -> RankInfo:
-        """The process exists. Rank 0 also looks for a free port; the rendezvous binds it a moment later, and a port taken in
-        between makes the start fail with that cause."""
+        """The process exists. Rank 0 also looks for a free port.
+
+        The rendezvous binds it a moment later; a port taken in between makes the start fail with that cause.
+        """
         free_port = None
         if self._rank == 0:
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -141,8 +143,8 @@ class GpuWorker:
             else:
                 self._follow(job)
         except Exception as error:
-            # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the group
-            # ends this process as soon as it has the cause.
+            # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the
+            # group ends this process as soon as it has the cause.
             cause = f"{type(error).__name__}: {error}"[:4000]
             details = "".join(traceback.format_exception(error))[-20000:]
             return RankExit(rank=self._rank, cause=cause, details=details, at_s=time.monotonic())
@@ -255,7 +257,7 @@ def build_rank(
     progress: Callable[[str], None],
 ) -> Rank:
     """The default factory: loads this rank's shard of target and drafter onto its device."""
-    # Ray sets OMP_NUM_THREADS=1 for actors without CPUs; libraries that read it later than torch shall agree with torch.
+    # Ray sets OMP_NUM_THREADS=1 for actors without CPUs; libraries that read it after torch shall agree.
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     import torch
 

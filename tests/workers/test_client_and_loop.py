@@ -134,7 +134,7 @@ async def test_a_prompt_above_the_frame_limit_is_a_value_error() -> None:
         huge = EngineRequest(
             request_id="a", prompt_token_ids=(100_000,) * (protocol.MAX_FRAME_BYTES // 5 + 1), params=SamplingParams()
         )
-        with pytest.raises(ValueError, match="AddRequest: .* exceed the limit"):
+        with pytest.raises(ValueError, match=r"AddRequest: .* exceed the limit"):
             await anext(engine.client.submit(huge))
         assert await engine.tokens(request("a", 1, 2)) == [2, 3]
 
@@ -232,7 +232,7 @@ async def test_calls_run_through_the_loop() -> None:
         assert (await client.counters()).prompt_tokens == 11
         await client.check_health()
         ack = await client.apply_schedule((2, 5), {4: 7})
-        assert ack.applied and ack.version == (2, 5) and ack.schedule == {4: 7}
+        assert (ack.applied, ack.version, ack.schedule) == (True, (2, 5), {4: 7})
         with pytest.raises(ValueError, match="schedule: a batch size below 1"):
             await client.apply_schedule((2, 6), {0: 7})
         await client.check_integrity()
