@@ -1,7 +1,7 @@
 """`EngineGroup`: a replica's tensor-parallel ranks from placement to the last trace of them.
 
 Fails the replica, not the rank: when one rank dies, raises or hangs, everything pending gets EngineDeadError with the
-root cause, which is logged once, and all ranks are ended. The owner is told by `wait_dead` and is expected to end itself.
+root cause, which is logged once, and all ranks are ended. The owner is told by `wait_dead` and should end itself.
 """
 
 import asyncio
@@ -254,7 +254,7 @@ class EngineGroup:
             raise EngineDeadError(f"the readiness request ended with finish_reason {reason!r} instead of 'length'")
 
     async def _unless_it_fails(self, work: Awaitable[T], timeout_s: float, what: Callable[[], str]) -> T:
-        """`work`'s result; EngineDeadError if a rank ends, the socket breaks, or timeout_s passes (what() says of what)."""
+        """`work`'s result; EngineDeadError if a rank ends, the socket breaks or timeout_s passes (what: the complaint)."""
         task = asyncio.ensure_future(work)
         try:
             signs: set[asyncio.Future[Any]] = {task, self._suspicion, *self._ends}

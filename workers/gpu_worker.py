@@ -1,6 +1,6 @@
 """`GpuWorker`: the Ray actor of one tensor-parallel rank (a CPU rank as well; the name is the architecture's).
 
-Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end is noticed at once.
+Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end shows at once.
 The short calls (`prepare`, `progress`) run in other threads of the actor. What a rank is made of comes from a factory,
 named by a dotted path, so that a simulated device can take the real one's place.
 """
