@@ -254,7 +254,7 @@ class EngineGroup:
             raise EngineDeadError(f"the readiness request ended with finish_reason {reason!r} instead of 'length'")
 
     async def _unless_it_fails(self, work: Awaitable[T], timeout_s: float, what: Callable[[], str]) -> T:
-        """`work`'s result; EngineDeadError if a rank ends, the socket breaks or timeout_s passes (what: the complaint)."""
+        """`work`'s result; EngineDeadError if a rank ends, the socket breaks or timeout_s passes (see what)."""
         task = asyncio.ensure_future(work)
         try:
             signs: set[asyncio.Future[Any]] = {task, self._suspicion, *self._ends}
