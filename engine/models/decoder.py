@@ -46,7 +46,6 @@ class DecoderLayer(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = heads.num_heads, heads.num_kv_heads, D
         self.mlp_size, self.eps = spec.mlp.size, spec.eps
         self.tp, self.attention = tp, attention
-        options = {"dtype": spec.dtype, "device": spec.device}
         self.input_norm = RMSNorm(H, eps=spec.eps, dtype=spec.dtype, device=spec.device)
         self.qkv = Linear(
             H,
@@ -60,7 +59,9 @@ class DecoderLayer(nn.Module):
         self.gate_up = Linear(H, 2 * spec.mlp.size, dtype=spec.dtype, device=spec.device)
         self.down = Linear(spec.mlp.size, H, dtype=spec.dtype, device=spec.device)
         self.qk_norm_weight = (
-            nn.Parameter(torch.ones(heads.num_heads + heads.num_kv_heads, D, **options), False)
+            nn.Parameter(
+                torch.ones(heads.num_heads + heads.num_kv_heads, D, dtype=spec.dtype, device=spec.device), False
+            )
             if spec.qk_norm
             else None
         )
@@ -74,7 +75,7 @@ class DecoderLayer(nn.Module):
         qkv = self.qkv.forward(self.input_norm.forward(x_NH)).view(-1, h + 2 * g, D)
         qk = qkv[:, : h + g]
         if self.qk_norm_weight is not None:
-            qk = rms_scale(qk, self.eps) * self.qk_norm_weight
+            qk = rms_scale(qk, self.eps).mul_(self.qk_norm_weight)
         qk = rotate(qk, cos_N1D, sin_N1D)
         k_cache.view(-1, g, D).index_copy_(0, ctx.slot_mapping_N, qk[:, h:])
         v_cache.view(-1, g, D).index_copy_(0, ctx.slot_mapping_N, qkv[:, h + g :])
