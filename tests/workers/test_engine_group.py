@@ -49,7 +49,9 @@ def cluster() -> Iterator[None]:
         yield
         return
     before = children(os.getpid())
-    path = f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    # In the environment, not in a runtime_env: workers that Ray starts ahead of time can then be used.
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("PYTHONPATH", f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     ray.init(
         address="local",
         num_cpus=4,
@@ -57,11 +59,11 @@ def cluster() -> Iterator[None]:
         object_store_memory=100 << 20,
         log_to_driver=False,
         logging_level="error",
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
     )
     started = children(os.getpid()) - before
     yield
     ray.shutdown()
+    monkeypatch.undo()
     for pid in started & children(os.getpid()):
         os.kill(pid, signal.SIGKILL)
 
@@ -185,10 +187,9 @@ async def test_a_killed_rank_fails_everything_with_the_root_cause_logged_once(
     await assert_nothing_left(before, pids)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-async def test_a_hung_rank_is_found_by_the_stall_timeout(culprit: int) -> None:
+async def test_a_hung_rank_is_found_by_the_stall_timeout() -> None:
     before = traces()
-    config = FakeConfig(tensor_parallel_size=2, step_s=0.002, hang_rank=culprit, hang_step=20)
+    config = FakeConfig(tensor_parallel_size=2, step_s=0.002, hang_rank=1, hang_step=20)
     group = await start(config, stall_timeout_s=1.0)
     pids = group.processes
     await asyncio.sleep(1.5)  # idle for longer than the time-out is no stall
@@ -199,18 +200,6 @@ async def test_a_hung_rank_is_found_by_the_stall_timeout(culprit: int) -> None:
     started = time.monotonic()
     await group.close()
     assert time.monotonic() - started < 8
-    await assert_nothing_left(before, pids)
-
-
-async def test_stopped_processes_do_not_hold_up_close() -> None:
-    before = traces()
-    group = await start(FakeConfig(tensor_parallel_size=2))
-    pids = group.processes
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    started = time.monotonic()
-    await group.close()
-    assert time.monotonic() - started < 10
     await assert_nothing_left(before, pids)
 
 
@@ -253,20 +242,19 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
     await assert_nothing_left(before, ())
 
 
-async def test_a_given_placement_group_is_used_and_kept() -> None:
+async def test_three_cycles_leave_nothing() -> None:
+    """In a placement group of our own, in a given one, and with processes that no longer react."""
     given = placement_group([{"CPU": 1}, {"CPU": 1}], strategy="STRICT_PACK")
     before = traces()
-    async with running(FakeConfig(tensor_parallel_size=2), placement_group=given) as group:
-        assert len(await consume(group, request("a"))) == 10
+    for cycle in range(3):
+        group = await start(FakeConfig(tensor_parallel_size=2), placement_group=given if cycle == 1 else None)
+        assert await consume(group, request("a")) == list(range(101, 111))
         pids = group.processes
-    await assert_nothing_left(before, pids)
-    remove_placement_group(given)
-
-
-async def test_three_cycles_leave_nothing() -> None:
-    before = traces()
-    for _ in range(3):
-        async with running(FakeConfig(tensor_parallel_size=2)) as group:
-            assert await consume(group, request("a")) == list(range(101, 111))
-            pids = group.processes
+        if cycle == 2:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        await group.close()
+        assert time.monotonic() - started < 10
         await assert_nothing_left(before, pids)
+    remove_placement_group(given)
