@@ -61,6 +61,12 @@ def gumbel_noise(seed_N: Tensor, position_N: Tensor, vocab_ids_V: Tensor, *, str
     return noise_NV
 
 
+def gumbel_noise_pairs(seed_N: Tensor, position_N: Tensor, row_M: Tensor, id_M: Tensor) -> Tensor:
+    """Noise of M (row, id) pairs, float32 [M]: entries [row_M, id_M] of `gumbel_noise` without the rest of the matrix."""
+    key_a_N, key_b_N = _row_keys(seed_N, position_N, STREAM_TOKEN)
+    return _gumbel_(_uniform(_mix_rows(_mix_ids(id_M), key_a_N[row_M], key_b_N[row_M])))
+
+
 def uniform_noise(seed_N: Tensor, position_N: Tensor, vocab_ids_V: Tensor, *, stream: int = STREAM_TOKEN) -> Tensor:
     """The uniform u in (0, 1) behind `gumbel_noise`, float32 [N, V]; bit-identical on every device. Same arguments."""
     key_a_N, key_b_N = _row_keys(seed_N, position_N, stream)
