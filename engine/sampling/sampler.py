@@ -1,11 +1,11 @@
 """Drawing one token per row from target logits, the same on every rank, device and batch row.
 
-Greedy rows (temperature 0) take the largest logit, ties to the lowest id. Drawing rows take the argmax of scaled logit plus
-Gumbel noise over the tokens that the filters keep, which is an exact draw from the softmax of the kept logits.
+Greedy rows (temperature 0) take the largest logit, ties to the lowest id. Drawing rows take the argmax of scaled logit
+plus Gumbel noise over the tokens that the filters keep, which is an exact draw from the softmax of the kept logits.
 
 Under tensor parallelism each rank holds a contiguous vocabulary shard in rank order. Without filters a rank reduces its
-shard to one (value, id) pair, the pairs are all-gathered and reduced in rank order. With filters whole rows are gathered and
-every rank does the same work on the same bits.
+shard to one (value, id) pair, the pairs are all-gathered and reduced in rank order. With filters whole rows are
+gathered and every rank does the same work on the same bits.
 
 Shape letters: N rows, V local vocabulary shard (the whole one at size 1), S stop ids per row.
 """
@@ -87,7 +87,8 @@ def sample(logits_NV: Tensor, rows: SamplingRows, tp: VocabGroup, vocab_start: i
         tp: the group that shares the vocabulary.
         vocab_start: global id of the shard's first column; rank * V.
 
-    No host sync on an accelerator; on the CPU, where a read costs nothing, drawing rows are treated apart from greedy ones.
+    No host sync on an accelerator; on the CPU, where a read costs nothing, drawing rows are treated apart from greedy
+    ones.
     """
     assert vocab_start == tp.rank * logits_NV.shape[1], (vocab_start, tp.rank, logits_NV.shape)
     logits_NV = mask_stop_ids(logits_NV, rows.stop_ids_NS, rows.mask_stops_N, vocab_start)
@@ -177,7 +178,7 @@ def _draw_rows(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple
 
 
 def _thresholds_by_kind(scaled_NV: Tensor, rows: SamplingRows) -> Tensor:
-    """Every row's threshold, float32 [N], each kind of row paying for no longer a head of its sorted vocabulary than needed.
+    """Every row's threshold, float32 [N], from as short a head of the sorted vocabulary as its kind of row needs.
 
     No filter or min_p alone: the maximum. top_k up to MAX_PARTIAL_SORT: one partial sort for all such rows. Everything
     else one by one: MAX_PARTIAL_SORT columns if they hold the nucleus, or a full sort.
