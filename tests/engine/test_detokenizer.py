@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_tokenizers import SPECIAL, byte_fallback, byte_level
 
 from engine.detokenizer import Detokenizer
 from engine.tokenizer import Tokenizer
+from tests.engine.toy_tokenizers import SPECIAL, byte_fallback, byte_level
 
 TEXT = st.text(
     st.one_of(

@@ -3,14 +3,14 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_detokenizer import bytewise
-from toy_tokenizers import byte_level
 
 from engine.output_processor import RequestState
 from engine.outputs import OutputChunk
 from engine.request import TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.step import TokenLogprobs
+from tests.engine.test_detokenizer import bytewise
+from tests.engine.toy_tokenizers import byte_level
 
 MAX_DRAFTS = 7
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from toy_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, wrap
 
 from engine.tokenizer import Tokenizer
+from tests.engine.toy_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, wrap
 
 MESSAGES = [
     {"role": "developer", "content": "be brief"},
