@@ -7,7 +7,6 @@ Shapes: N rows, n rows of a group, R sequences, h heads, D head size.
 import ctypes
 import functools
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from engine.attention.context import AttentionContext, AttentionGroup
 from engine.attention.cpu_job import Word, score_stride, scratch_floats
 from engine.attention.reference import paged_attention
 from engine.layers.cpu_jit import KERNEL_DTYPES, JobKernel, compile_ir, unavailable_reason
+from engine.layers.cpu_rows import float_bits
 from engine.layers.cpu_tile_ir import WeightType
 
 QUERIES_PER_UNIT = 16  # K and V are widened once for so many queries; more would leave threads without work
@@ -96,7 +96,7 @@ def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:
     job[Word.VISIBLE] = visible_n.data_ptr()
     job[Word.SCRATCH], job[Word.SCRATCH_STRIDE] = scratch.data_ptr(), scratch.shape[1]
     job[Word.MAX_QUERIES], job[Word.SCORE_STRIDE] = max_queries, score_stride(most_visible)
-    job[Word.SCALE] = struct.unpack("I", struct.pack("f", 1.0 / math.sqrt(D)))[0]
+    job[Word.SCALE] = float_bits(1.0 / math.sqrt(D))
     return _Plan(job=job, threads=threads, kept=(table_RB, units_U3, visible_n, scratch))
 
 
