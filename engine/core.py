@@ -147,8 +147,7 @@ class EngineCore:
                 f"{config.max_model_len}; ask for at most {room} tokens"
             )
         max_len = prompt_len + (room if params.max_tokens is None else params.max_tokens)
-        if max_len <= prompt_len:
-            raise ValueError(f"max_tokens: must be at least 1, got {params.max_tokens}")
+        assert max_len > prompt_len, "SamplingParams admits no max_tokens below 1"
         num_blocks = -(-(max_len + config.lookahead) // config.block_size)
         if num_blocks > self._kv.pool.num_total:
             fits = self._kv.pool.num_total * config.block_size - config.lookahead - prompt_len

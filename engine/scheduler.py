@@ -1,8 +1,8 @@
 """`Scheduler`: which sequences take part in the next step, and with what.
 
 GUARD RAIL. This file decides order, budget and preemption for sequences of tokens, and nothing else. It knows no torch,
-no sampling, no text, no HTTP, no model family. A feature that needs a branch here gets its own file instead. At most 400
-lines.
+no sampling, no text, no HTTP, no model family. A feature that needs a branch here gets its own file instead. At most
+400 lines.
 
 One step, one token budget (max_num_batched_tokens):
 
@@ -11,9 +11,9 @@ One step, one token budget (max_num_batched_tokens):
     3. admissions from the waiting queue             first come, first served; a head that does not fit blocks the rest
 
 Admission is first come, first served and preemption takes the latest first, so the running sequences are always the
-oldest ones. The oldest can take every block from the others, and by the check at arrival it fits into the pool alone: it
-always progresses, so nothing starves. A sequence that finds no blocks without preempting an older one waits and keeps its
-own.
+oldest ones. The oldest can take every block from the others, and by the check at arrival it fits into the pool alone:
+it always progresses, so nothing starves. A sequence that finds no blocks without preempting an older one waits and
+keeps its own.
 
 Steps may be in flight while the next is planned. What they did is bounded (`_slots_needed`), and blocks are owned for
 the bound before the step is launched. Preemption needs exact progress, so it needs an empty pipeline.

@@ -32,7 +32,7 @@ def depth(request):
         ([1] * 10, {"max_tokens": 31}, "need 13 blocks of 4, but the KV cache has 12; ask for at most 30 tokens"),
         ([1] * 45, {"max_tokens": 1}, "need 14 blocks of 4, but the KV cache has 12; shorten the prompt or enlarge"),
         ([1], {"n": 2}, "n: "),
-        ([1], {"max_tokens": 0}, "max_tokens: must be at least 1"),
+        ([1], {"max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_add_request_refuses(prompt, params, message):
