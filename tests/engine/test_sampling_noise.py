@@ -102,7 +102,8 @@ def test_shard_equals_whole_bit_for_bit(data: st.DataObject) -> None:
 
 def test_uniform_is_open_and_gumbel_finite() -> None:
     u = uniform_noise(torch.arange(32), torch.arange(32), torch.arange(8000))
-    assert float(u.min()) > 0.0 and float(u.max()) < 1.0
+    assert float(u.min()) > 0.0
+    assert float(u.max()) < 1.0
     noise = gumbel_noise(torch.arange(32), torch.arange(32), torch.arange(8000))
     assert bool(torch.isfinite(noise).all())
     torch.testing.assert_close(noise.double(), -torch.log(-torch.log1p(-u.double())), rtol=1e-5, atol=1e-5)
@@ -137,7 +138,7 @@ def test_rows_streams_and_bits_are_independent() -> None:
     assert not torch.equal(rows[0][0].sort().values, rows[0][1].sort().values)
     # Swapping seed and position, or adding them, is not the same key.
     swapped = uniform_noise(torch.tensor([1, 2]), torch.tensor([2, 1]), ids)
-    assert float((swapped[0] - swapped[1]).abs().min()) < 1 and not torch.equal(swapped[0], swapped[1])
+    assert not torch.equal(swapped[0], swapped[1])
 
 
 def test_avalanche() -> None:
