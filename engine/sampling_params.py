@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         if _check_float("top_p", self.top_p, low=0.0, high=1.0) == 0.0:
             raise ValueError("top_p must be greater than 0 and at most 1, got 0; use temperature=0 for greedy.")
-        _check_int("top_k", self.top_k, low=-1, note="0 and -1 switch it off")
+        _check_int("top_k", self.top_k, low=-1, high=2**31 - 1, note="0 and -1 switch it off")
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, low=_SEED_MIN, high=_SEED_MAX)

@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,7 +56,7 @@ def bench(
         fail(f"--json: no such directory: {json_file.absolute().parent}", status=BAD_USAGE)
     with user_errors(ValueError):
         url = normalise_url(url)
-        texts = _read_prompts(prompts, subset, num=num_requests, num_words=prompt_words, seed=seed)
+        texts = _read_prompts(prompts, subset, num=num_requests + warmup, num_words=prompt_words, seed=seed)
     options = {"max_tokens": max_tokens, "temperature": temperature} | ({"ignore_eos": True} if ignore_eos else {})
     with user_errors(ApiError, status=1):
         records, server = asyncio.run(
@@ -105,26 +105,25 @@ async def _measure(
             raise ApiError("model", f"--model: {model!r} is not served; served: {', '.join(served)}")
         name = model or served[0]
         server = {"url": url, "model": name, "version": await get_json(session, f"{url}/version")}
-        bodies = [_body(endpoint, name, texts[i % len(texts)], options, seed + i) for i in range(num_requests)]
-
-        def plan(count: int, *, concurrency: int | None, rate: float | None) -> LoadPlan:
-            chosen = [bodies[i % len(bodies)] for i in range(count)]
-            return LoadPlan(
-                url=url, path=_PATHS[endpoint], bodies=chosen, concurrency=concurrency, rate=rate, seed=seed
-            )
-
+        bodies = [_body(endpoint, name, texts[i % len(texts)], options, seed + i) for i in range(num_requests + warmup)]
+        measured = LoadPlan(
+            url=url,
+            path=_PATHS[endpoint],
+            bodies=bodies[:num_requests],
+            concurrency=concurrency,
+            rate=rate,
+            seed=seed,
+        )
         if warmup:
-            failed = [r for r in await run_load(session, plan(warmup, concurrency=1, rate=None), _ignore) if r.error]
+            # Prompts of its own where they are synthetic: a measured prompt must not find itself in the prefix cache.
+            first = replace(measured, bodies=bodies[num_requests:], concurrency=1, rate=None)
+            failed = [record for record in await run_load(session, first, _ignore) if record.error]
             if failed:
                 raise ApiError(str(failed[0].error), f"the warm-up failed: {failed[0].error_message}")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=stderr(), transient=True) as progress:
             bar = progress.add_task("requests", total=num_requests)
-            records = await run_load(
-                session,
-                plan(num_requests, concurrency=concurrency, rate=rate),
-                lambda record: progress.advance(bar),
-            )
+            records = await run_load(session, measured, lambda record: progress.advance(bar))
         return records, server
 
 

@@ -4,8 +4,9 @@ Names, defaults, validation and messages follow `tensorrt_llm.llmapi.DFlashDecod
 loads here. The class accepts what that class accepts; what this engine cannot run is refused when an engine is made of
 it (`engine.config.resolve`), where the checkpoints are known.
 
-Differences, all towards an earlier or clearer message: an empty `draft_len_schedule` is refused by name, `tokens_per_gen_step`
-without `max_draft_len` raises ValueError, and the dump of a config that used `max_concurrency` loads again.
+Differences, all towards an earlier or clearer message: an empty `draft_len_schedule` is refused by name,
+`tokens_per_gen_step` without `max_draft_len` raises ValueError, and the dump of a config that used `max_concurrency`
+loads again.
 """
 
 import enum
@@ -142,14 +143,14 @@ class DecodingBaseConfig(BaseModel):
             smallest = next(iter(schedule))
             if schedule[smallest] != max_draft_len:
                 raise ValueError(
-                    f"draft_len_schedule[{smallest}] must equal max_draft_len because it is the smallest batch-size key. "
-                    f"Got schedule[{smallest}]={schedule[smallest]}, but max_draft_len={max_draft_len}."
+                    f"draft_len_schedule[{smallest}] must equal max_draft_len because it is the smallest batch-size "
+                    f"key. Got schedule[{smallest}]={schedule[smallest]}, but max_draft_len={max_draft_len}."
                 )
             for batch_size, draft_len in schedule.items():
                 if draft_len > max_draft_len:
                     raise ValueError(
-                        f"draft_len_schedule: all draft lengths must be <= max_draft_len. Got draft_len={draft_len} for "
-                        f"batch_size={batch_size}, but max_draft_len={max_draft_len}."
+                        f"draft_len_schedule: all draft lengths must be <= max_draft_len. Got draft_len={draft_len} "
+                        f"for batch_size={batch_size}, but max_draft_len={max_draft_len}."
                     )
         return schedule
 

@@ -43,6 +43,7 @@ class EngineConfig:
     gate_window: int  # 0: no gate
     gate_threshold: float
     debug_checks: bool = False
+    context_bucket: int = 64  # attention lengths are padded to its multiples, so that shapes repeat
 
     @property
     def lookahead(self) -> int:

@@ -39,7 +39,7 @@ def probe_machine() -> Machine:
 
 
 def _physical_cores() -> int:
-    """Distinct cores among the usable CPUs (hyper-threads of one core share its arithmetic units), at most the quota."""
+    """Distinct cores among the usable CPUs (hyper-threads share one's arithmetic units), at most the quota."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = set()
     for cpu in usable:

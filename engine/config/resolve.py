@@ -184,20 +184,20 @@ def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Mach
         raise ValueError("speculative_config.max_draft_len: must be set, to at most the drafter's block_size - 1")
     if config.max_draft_len == 0:
         raise ValueError(
-            "speculative_config.max_draft_len: DFlash max_draft_len must be > 0; leave speculative_config out to decode "
-            "without drafts"
+            "speculative_config.max_draft_len: DFlash max_draft_len must be > 0; leave speculative_config out to "
+            "decode without drafts"
         )
     if config.load_format is not None:
         _one_of("speculative_config.load_format", config.load_format, _LOAD_FORMATS)
     if config.use_rejection_sampling:
         raise ValueError(
-            "speculative_config.use_rejection_sampling: not supported by this version; leave it false: sampled requests "
-            "are verified by exact match, which keeps the target's distribution"
+            "speculative_config.use_rejection_sampling: not supported by this version; leave it false: sampled "
+            "requests are verified by exact match, which keeps the target's distribution"
         )
     if config.advanced_sampling_mode is not AdvancedSamplingMode.FULL:
         raise ValueError(
-            f"speculative_config.advanced_sampling_mode: {config.advanced_sampling_mode.value!r} is not supported by this "
-            "version; use 'full', which applies each request's top_k and top_p"
+            f"speculative_config.advanced_sampling_mode: {config.advanced_sampling_mode.value!r} is not supported by "
+            "this version; use 'full', which applies each request's top_k and top_p"
         )
     if config.enable_penalty:
         raise ValueError(
@@ -278,13 +278,13 @@ def _check_token_budget(
     if max_num_batched_tokens < least:
         raise ValueError(
             f"max_num_batched_tokens: {max_num_batched_tokens} is too small: a step must hold one token of each of "
-            f"max_num_seqs={max_num_seqs} requests, and max_draft_len + 1 = {max_draft_len + 1} tokens of one; raise it to "
-            f"at least {least}"
+            f"max_num_seqs={max_num_seqs} requests, and max_draft_len + 1 = {max_draft_len + 1} tokens of one; raise "
+            f"it to at least {least}"
         )
     full = rows_of_largest_step(schedule, max_num_seqs)
     if full > max_num_batched_tokens:
         logger.warning(
-            "max_num_batched_tokens: %d is less than the %d tokens that the largest decode batch of the schedule verifies; "
+            "max_num_batched_tokens: %d is less than the %d tokens that the schedule's largest decode batch verifies; "
             "such batches take turns",
             max_num_batched_tokens,
             full,

@@ -1,18 +1,24 @@
-"""The one linear layer every model uses."""
+"""`Linear`: the one matrix layer every model uses, on torch or, once prepared, on the CPU kernel of `cpu_gemm`."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_UPCAST_ROWS = 8192  # weight rows widened at a time by the float32-output path on the CPU
+from engine.layers.cpu_gemm import PackedMatrix
+from engine.layers.cpu_jit import KERNEL_DTYPES, unavailable_reason
+
+_UPCAST_ROWS = 8192  # weight rows widened at a time where torch must return float32 from bfloat16 weights on the CPU
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias, weight [out, in]. Weights start at zero and are filled by the loader.
+    """y = x @ weight.T + bias, weight [out, in], bias [out] or None. Both start at zero and are filled by the loader.
 
-    out_dtype: None keeps the input's dtype; float32 accumulates and returns float32 without rounding to the weight's
-        dtype in between (the head needs it: bfloat16 logits tie).
+    Inputs of `dtype`, products and sums in float32, one rounding to the output type.
+    out_dtype: None keeps `dtype`; float32 returns the sums unrounded (the head needs it: bfloat16 logits tie).
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -21,7 +27,7 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         dtype: torch.dtype,
-        device: str = "cpu",
+        device: torch.device | str = "cpu",
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -29,19 +35,51 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.zeros(out_features, in_features, dtype=dtype, device=device), False)
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), False) if bias else None
         self.out_dtype = out_dtype
+        self._matrix: PackedMatrix | None = None
 
-    def prepare(self) -> None:
-        """Called once by the loader when the weights are in place; a faster kernel packs them here."""
+    def prepare(self, threads: int | None = None) -> bool:
+        """Called once, when the weights are in place. Returns True if the CPU kernel took over.
+
+        The kernel then runs on `threads` threads (torch's current number by default) and keeps its own packed copy:
+        `weight` and `bias` are gone (a tensor that something else holds, such as a tied embedding, stays) and
+        `plain_weight` rebuilds the matrix. A row's result then depends, bit for bit, on that row alone: not on the
+        other rows, their number, or the threads. Elsewhere (other devices, types, processors) nothing changes.
+        Raises ValueError if threads < 1.
+        """
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads is {threads}: use 1 or more")
+        assert self._matrix is None, "a layer is prepared once"
+        if self.weight.device.type != "cpu" or self.weight.dtype not in KERNEL_DTYPES:
+            return False
+        if unavailable_reason() is not None:
+            return False
+        self._matrix = PackedMatrix(
+            self.weight,
+            self.bias,
+            out_dtype=self.out_dtype or self.weight.dtype,
+            threads=threads or torch.get_num_threads(),
+        )
+        del self.weight
+        self.bias = None
+        return True
+
+    def plain_weight(self) -> Tensor:
+        """weight [out, in]; a copy once the kernel has taken over."""
+        return self.weight if self._matrix is None else self._matrix.unpacked()
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out]."""
+        if self._matrix is not None:
+            return self._matrix.matmul(x)
         if self.out_dtype is None or self.out_dtype == x.dtype:
             return F.linear(x, self.weight, self.bias)
         if x.is_cuda:
             rows = torch.mm(x.reshape(-1, x.shape[-1]), self.weight.t(), out_dtype=self.out_dtype)
         else:
             wide = x.reshape(-1, x.shape[-1]).to(self.out_dtype)
-            rows = torch.cat([wide @ part.to(self.out_dtype).t() for part in self.weight.split(_UPCAST_ROWS)], dim=-1)
+            rows = torch.cat(
+                [wide @ part.to(self.out_dtype).t() for part in torch.split(self.weight, _UPCAST_ROWS)], dim=-1
+            )
         if self.bias is not None:
             rows = rows + self.bias
         return rows.view(*x.shape[:-1], -1)

@@ -44,7 +44,7 @@ class TpGroup:
 
         Raises:
             ValueError: a rank outside the group, or no init_method for a group of several ranks.
-            torch.distributed.DistError: a rank did not join in time.
+            RuntimeError: a rank did not join in time (torch's DistError is one).
         """
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1}, got {rank} (tensor_parallel_size={size}).")

@@ -92,7 +92,7 @@ def sample(logits_NV: Tensor, rows: SamplingRows, tp: VocabGroup, vocab_start: i
     assert vocab_start == tp.rank * logits_NV.shape[1], (vocab_start, tp.rank, logits_NV.shape)
     logits_NV = mask_stop_ids(logits_NV, rows.stop_ids_NS, rows.mask_stops_N, vocab_start)
     if rows.all_greedy:
-        return _reduce_pairs(*argmax_pair(logits_NV, vocab_start), tp)
+        return greedy_tokens(logits_NV, tp, vocab_start)
     if rows.any_filter and tp.size > 1:
         logits_NV = tp.all_gather(logits_NV, dim=1)
     start = 0 if rows.any_filter else vocab_start
@@ -101,6 +101,11 @@ def sample(logits_NV: Tensor, rows: SamplingRows, tp: VocabGroup, vocab_start: i
     else:
         value_N, id_N = _draw_any_row(logits_NV, rows, start)
     return id_N if rows.any_filter else _reduce_pairs(value_N, id_N, tp)
+
+
+def greedy_tokens(logits_NV: Tensor, tp: VocabGroup, vocab_start: int) -> Tensor:
+    """The most likely id of each row, int64 [N], ties to the lowest id, equal on every rank."""
+    return _reduce_pairs(*argmax_pair(logits_NV, vocab_start), tp)
 
 
 def stops_are_masked(position: Tensor, min_len: Tensor) -> Tensor:

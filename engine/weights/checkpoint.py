@@ -42,13 +42,14 @@ def weight_files(directory: Path) -> list[Path]:
 def checkpoint_identity(directory: Path) -> str:
     """A hex digest that changes when the checkpoint does, without reading the weights.
 
-    Covers config.json, and of every weight file name, size, header and modification time; for a file of the Hugging Face
-    cache, whose name there is a hash of its content, that name instead of the time.
+    Covers config.json, and of every weight file name, size, header and modification time; for a file of the Hugging
+    Face cache, whose name there is a hash of its content, that name instead of the time.
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in weight_files(directory):
         status = path.stat()
-        stamp = path.resolve().name if path.is_symlink() else str(status.st_mtime_ns)
+        blob = path.resolve()
+        stamp = blob.name if blob.parent.name == "blobs" else str(status.st_mtime_ns)
         digest.update(f"\0{path.name}\0{status.st_size}\0{stamp}\0".encode())
         digest.update(_header(path))
     return digest.hexdigest()

@@ -202,7 +202,7 @@ def _check_shapes(metadata: _Metadata, config: dict[str, Any], by_name: dict[str
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     inter = config["intermediate_size"]
-    expected = {"model.norm.weight": (hidden,)}
+    expected: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         expected |= {

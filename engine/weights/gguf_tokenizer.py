@@ -40,8 +40,8 @@ def tokenizer_files(get: Callable[[str], Any], *, vocab_size: int) -> dict[str, 
     kind = get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ValueError(
-            f"tokenizer.ggml.model {kind!r} is not supported (only byte-level BPE, 'gpt2'): use the model's safetensors "
-            "checkpoint, which brings its tokenizer.json"
+            f"tokenizer.ggml.model {kind!r} is not supported (only byte-level BPE, 'gpt2'): use the model's "
+            "safetensors checkpoint, which brings its tokenizer.json"
         )
     tokens, merges = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.merges")
     if tokens is None or merges is None:

@@ -4,10 +4,10 @@
 downloads and lets concurrent processes fetch the same file once.
 """
 
+import logging
 import os
 from pathlib import Path
 
-import httpx
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -18,10 +18,14 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+logger = logging.getLogger(__name__)
+
 # What an engine reads: configuration, weights, tokenizer and chat template; nothing of other frameworks.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 _IGNORED = ["*/*", "consolidated*"]  # subdirectories, and second copies of the weights in other names
 _DOWNLOAD_ATTEMPTS = 4
+# The base error of the HTTP client that huggingface_hub uses and does not export: httpx, or its successor in 2.x.
+_CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
 def fetch_repo(repo_id: str, revision: str | None) -> Path:
@@ -43,14 +47,14 @@ def fetch_repo(repo_id: str, revision: str | None) -> Path:
         raise ValueError(f"revision: {repo_id!r} has no branch, tag or commit {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{repo_id!r} was not found on {constants.ENDPOINT} (HTTP {_status(error)}), and there is no local directory "
-            f"{os.path.abspath(repo_id)}. If the repository is private, set HF_TOKEN to a token with access to it"
+            f"{repo_id!r} was not found on {constants.ENDPOINT} (HTTP {_status(error)}), and there is no local "
+            f"directory {os.path.abspath(repo_id)}. If the repository is private, set HF_TOKEN to a token with access"
         ) from error
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
             raise ValueError(
-                f"{where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set: download it once with "
-                "HF_HUB_OFFLINE unset, or give a local directory"
+                f"{where} is not in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE is set: download it once "
+                "with HF_HUB_OFFLINE unset, or give a local directory"
             ) from error
         raise ValueError(
             f"{where} could not be downloaded from {constants.ENDPOINT} and is not in the cache "
@@ -64,25 +68,28 @@ def fetch_repo(repo_id: str, revision: str | None) -> Path:
                 "access to it"
             ) from error
         raise ValueError(f"{constants.ENDPOINT} failed for {where} (HTTP {status}): {error}") from error
-    except httpx.TransportError as error:
+    except _CLIENT_ERROR as error:
         raise ValueError(
             f"the connection to {constants.ENDPOINT} broke {_DOWNLOAD_ATTEMPTS} times while {where} was downloaded "
-            f"({error}); what arrived is kept, so starting again resumes"
+            f"({error}); finished files are kept, so starting again goes on with the next"
         ) from error
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is neither a local directory nor a Hugging Face model id: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{where} could not be stored in {constants.HF_HUB_CACHE}: {error}") from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
-    """Try again after a broken connection: each attempt goes on where the last one stopped."""
+    """Try again after a break the library does not resume from itself; finished files are not fetched twice."""
     for attempt in range(1, _DOWNLOAD_ATTEMPTS + 1):
         try:
             return Path(
                 snapshot_download(repo_id, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
             )
-        except httpx.TransportError:
-            if attempt == _DOWNLOAD_ATTEMPTS:
+        except _CLIENT_ERROR as error:
+            if isinstance(error, HfHubHTTPError) or attempt == _DOWNLOAD_ATTEMPTS:
                 raise
+            logger.warning("the connection broke while %s was downloaded (%s); resuming", repo_id, error)
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -19,8 +19,8 @@ from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-# Tensors some checkpoints carry although other tensors or config.json determine them (a tied head, rope tables).
-_DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")
+# Tensors some checkpoints carry although config.json determines them.
+_DERIVED = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +156,10 @@ def _load(model: nn.Module, placements: list[Placement], directory: str, load_fo
         _fill_randomly(placements)
     else:
         checkpoint = Checkpoint(directory)
-        checkpoint.refuse_unknown({placement.name for placement in placements})
+        known = {placement.name for placement in placements}
+        if isinstance(model, TargetModel) and model.config.tie_word_embeddings:
+            known.add("lm_head.weight")  # some checkpoints store the tied head as well
+        checkpoint.refuse_unknown(known)
         checkpoint.fill(placements)
     if isinstance(model, DFlashDrafter):
         model.finish_loading()

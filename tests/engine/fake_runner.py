@@ -133,6 +133,7 @@ class DeviceSlot:
     committed_len: int = 0
     draft_count: int = 0
     finished: bool = False
+    num_entries: int = 0  # table entries received
 
 
 @dataclass
@@ -173,6 +174,10 @@ class FakeRunner:
             self.slots[init.slot] = DeviceSlot(init, story, [0] * self.config.max_blocks_per_seq)
         for update in plan.block_updates:
             table = self.slots[update.slot].table
+            assert update.first_index == self.slots[update.slot].num_entries and update.block_ids, (
+                "not the next entries"
+            )
+            self.slots[update.slot].num_entries += len(update.block_ids)
             end = update.first_index + len(update.block_ids)
             assert end <= len(table), "a block table's row is too narrow"
             table[update.first_index : end] = update.block_ids
@@ -383,7 +388,7 @@ class Harness:
     def step(self) -> list[TokenDelta]:
         deltas = self.core.step()
         self.num_steps += 1
-        assert len({(d.request_id, d.finish_reason == "abort") for d in deltas}) <= len(deltas)
+        self._check_order()
         for delta in deltas:
             outcome = self.outcomes[delta.request_id]
             assert outcome.finish_reason is None, "a delta after the end"
@@ -393,6 +398,13 @@ class Harness:
             outcome.stop_reason = delta.stop_reason
             outcome.num_cached_tokens = delta.num_cached_tokens
         return deltas
+
+    def _check_order(self) -> None:
+        """First come, first served: the running requests are the oldest, and each queue is in order of arrival."""
+        scheduler = self.core._scheduler
+        arrival = {name: number for number, name in enumerate(self.requests)}
+        numbers = [arrival[seq.request_id] for seq in (*scheduler.running.values(), *scheduler.waiting)]
+        assert numbers == sorted(numbers), "arrival order is lost"
 
     def run(self, max_steps: int = 5000) -> None:
         """Until nothing is left. Fails when it takes longer than any fair schedule would."""

@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.config.engine import EngineConfig
-from engine.config.model import parse_drafter_config, parse_target_config
+from tests.reference.dflash_loop import ReferenceDrafter, run_target
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -107,35 +106,33 @@ def make_drafter(directory: Path, target: nn.Module, *, seed: int = 1, **overrid
     save_file(weights, directory / "model.safetensors")
 
 
-def engine_config(target_dir: Path, drafter_dir: Path | None = None, **overrides: Any) -> EngineConfig:
-    """An EngineConfig for the models under test: float32 on the CPU, 64 blocks of 4 unless overridden."""
-    target = parse_target_config(target_dir)
-    drafter = parse_drafter_config(drafter_dir, target) if drafter_dir is not None else None
-    draft_len = drafter.block_size - 1 if drafter is not None else 0
-    values: dict[str, Any] = {
-        "model_dir": str(target_dir),
-        "target": target,
-        "drafter_dir": str(drafter_dir) if drafter_dir is not None else None,
-        "drafter": drafter,
-        "identity": "toy",
-        "dtype": "float32",
-        "device": "cpu",
-        "num_threads": 1,
-        "tensor_parallel_size": 1,
-        "drafter_tensor_parallel": True,
-        "hidden_state_gather": "fused",
-        "max_model_len": 128,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "block_size": 4,
-        "num_blocks": 64,
-        "enable_prefix_caching": True,
-        "pipeline_depth": 0,
-        "max_draft_len": draft_len,
-        "draft_len_choices": tuple(sorted({0, draft_len})),
-        "draft_len_schedule": (),
-        "gate_window": 0,
-        "gate_threshold": 0.0,
-        **overrides,
-    }
-    return EngineConfig(**values)
+def fit_drafter(
+    directory: Path, target: nn.Module, prompts: list[list[int]], *, text_len: int = 40, steps: int = 40
+) -> None:
+    """Overfits the drafter in `directory` to the target's greedy continuations, so that drafts get accepted."""
+    drafter = ReferenceDrafter(directory)
+    W, generator = drafter.block_size, torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        texts = [
+            target.generate(
+                torch.tensor([p]), max_new_tokens=text_len, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            for p in prompts
+        ]
+        taps = [run_target(target, text[0].tolist(), drafter.target_layer_ids)[1] for text in texts]
+        embedding = target.get_input_embeddings().weight.clone()
+        head = target.get_output_embeddings().weight.clone()
+    for weight in drafter.weights.values():
+        weight.requires_grad_(True)
+    optimiser = torch.optim.Adam(drafter.weights.values(), lr=2e-2)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for text, tap in zip(texts, taps, strict=True):
+            anchor = int(torch.randint(4, text.shape[1] - W, (), generator=generator))
+            block = torch.tensor([int(text[0, anchor]), *[drafter.mask_token_id] * (W - 1)])
+            hidden = drafter.block(embedding[block], drafter.context(tap[:anchor]), anchor)
+            loss = loss + nn.functional.cross_entropy(hidden[1:] @ head.T, text[0, anchor + 1 : anchor + W])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    save_file({name: w.detach().contiguous() for name, w in drafter.weights.items()}, directory / "model.safetensors")

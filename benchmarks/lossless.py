@@ -1,0 +1,143 @@
+"""Greedy output of the float32 engine against stored `transformers` tokens: full sets and a pairwise covering array.
+
+    python benchmarks/lossless.py REFERENCE.json OUT.json --model DIR --drafter DIR [--part full|pairs|all]
+
+full:  all cases x all tokens at K = 0 and K = 15.
+pairs: 12 runs of 10 prompts x 64 tokens that cover every pair of values of K 1/3/7/15, prefix hit none/partial/full, chunk
+       16/512, batch 1/8, preemption no/yes, pipeline depth 0/1, tensor parallel size 1/2.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from engine import LLM, DFlashDecodingConfig, SamplingParams
+
+FACTORS = {
+    "K": (1, 3, 7, 15),
+    "prefix_hit": ("none", "partial", "full"),
+    "chunk": (16, 512),
+    "batch": (1, 8),
+    "preemption": (False, True),
+    "pipeline_depth": (0, 1),
+    "tensor_parallel_size": (1, 2),
+}
+
+
+def covering_array(seed: int = 7) -> list[dict]:
+    """Greedy pairwise array: each new run is the best of 400 random candidates by newly covered pairs."""
+    names = list(FACTORS)
+    pairs = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in FACTORS[a]
+        for y in FACTORS[b]
+        if feasible({a: x, b: y})
+    }
+    rng = random.Random(seed)
+    runs: list[dict] = []
+    while pairs:
+        candidates = [{n: rng.choice(v) for n, v in FACTORS.items()} for _ in range(400)]
+        candidates = [c for c in candidates if feasible(c)]
+        best = max(candidates, key=lambda c: len(pairs & pairs_of(c)))
+        runs.append(best)
+        pairs -= pairs_of(best)
+    return runs
+
+
+def feasible(run: dict) -> bool:
+    """One request alone in the pool is never preempted."""
+    return not (run.get("batch") == 1 and run.get("preemption") is True)
+
+
+def pairs_of(run: dict) -> set:
+    return set(itertools.combinations(run.items(), 2))
+
+
+def make_engine(args, *, draft_len: int, run: dict, num_tokens: int, longest: int) -> LLM:
+    spec = DFlashDecodingConfig(max_draft_len=draft_len, speculative_model=args.drafter) if draft_len else None
+    tight = -(-(longest + num_tokens + 40) // 16) * 2 + 4
+    batch = run.get("batch", 8)
+    return LLM(
+        args.model,
+        speculative_config=spec,
+        dtype="float32",
+        threads=max(1, args.threads // run.get("tensor_parallel_size", 1)),
+        max_model_len=1024,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(run.get("chunk", 512), batch * (draft_len + 1)),
+        num_blocks=tight if run.get("preemption") else 600,
+        enable_prefix_caching=run.get("prefix_hit", "none") != "none",
+        pipeline_depth=run.get("pipeline_depth", 0),
+        tensor_parallel_size=run.get("tensor_parallel_size", 1),
+        debug_checks=True,
+    )
+
+
+def compare(args, cases: list[dict], run: dict, num_tokens: int) -> dict:
+    longest = max(len(c["prompt_token_ids"]) for c in cases)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, detokenize=False)
+    prompts = [c["prompt_token_ids"] for c in cases]
+    started = time.perf_counter()
+    with make_engine(args, draft_len=run["K"], run=run, num_tokens=num_tokens, longest=longest) as llm:
+        if run.get("prefix_hit") == "full":
+            llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
+        elif run.get("prefix_hit") == "partial":
+            llm.generate([p[: len(p) // 2] for p in prompts], SamplingParams(temperature=0.0, max_tokens=1))
+        outputs = llm.generate(prompts, params)
+        counters, stats = llm.core.counters(), llm.core.stats()
+        llm.core.check_integrity()
+    wrong = [
+        i
+        for i, (c, o) in enumerate(zip(cases, outputs, strict=True))
+        if list(o.outputs[0].token_ids) != c["token_ids"][:num_tokens]
+    ]
+    row = {
+        **run,
+        "prompts": len(cases),
+        "tokens": sum(len(o.outputs[0].token_ids) for o in outputs),
+        "different": wrong,
+        "cached_prompt_tokens": sum(o.metrics.num_cached_tokens for o in outputs),
+        "preemptions": counters.preemptions,
+        "acceptance_length": round(1 + counters.num_accepted_tokens / max(1, counters.num_drafts), 3),
+        "seconds": round(time.perf_counter() - started, 1),
+        "free_blocks_at_end": stats.free_blocks,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("reference", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--part", choices=("full", "pairs", "all"), default="all")
+    args = parser.parse_args()
+    cases = json.loads(args.reference.read_text())["cases"]
+    rows: dict[str, list[dict]] = {}
+    if args.part in ("full", "all"):
+        rows["full"] = [compare(args, cases, {"K": k, "batch": 8}, 128) for k in (0, 15)]
+    if args.part in ("pairs", "all"):
+        ten = cases[::6][:10]
+        rows["pairs"] = [compare(args, ten, run, 64) for run in covering_array()]
+    record = {
+        "command": "python benchmarks/lossless.py " + " ".join(sys.argv[3:]),
+        "versions": {"torch": torch.__version__},
+        "runs": rows,
+        "different": sum(len(r["different"]) for part in rows.values() for r in part),
+    }
+    args.out.write_text(json.dumps(record, indent=1))
+    sys.exit(1 if record["different"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The CPU matrix kernel: compiled once per process and weight type by llvmlite, called by ctypes.
+
+Owns: packing a weight and multiplying by it. What the kernel computes and why it is shaped so is told in `cpu_gemm_ir`;
+where it can be used, in `cpu_jit`.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.layers.cpu_gemm_ir import module_ir
+from engine.layers.cpu_jit import KERNEL_DTYPES, compile_ir
+from engine.layers.cpu_tile_ir import PANEL, WeightType
+
+# Rows x k up to which the kernel widens x itself, on the calling thread; above, torch does it on all threads.
+MAX_SELF_WIDENED = 64 * 1024
+_ALIGN = 32
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("k", ctypes.c_int64),
+        ("o", ctypes.c_int64),
+        ("panels", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("out_f32", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Compiled entry points of one weight type. `engine` owns their machine code and must outlive them."""
+
+    from_float32: Any
+    from_bfloat16: Any
+    engine: Any
+
+
+@functools.cache
+def load_kernels(weight: WeightType) -> Kernels:
+    """Compiles the kernel of a weight type: a fraction of a second, once per process."""
+    engine = compile_ir(module_ir(weight))
+    pointer, length = ctypes.c_void_p, ctypes.c_int64
+    # CFUNCTYPE, not PYFUNCTYPE: the GIL is free while the kernel runs.
+    from_float32 = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, length)
+    from_bfloat16 = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, length, pointer)
+    return Kernels(
+        from_float32=from_float32(engine.get_function_address("gemm_float32")),
+        from_bfloat16=from_bfloat16(engine.get_function_address("gemm_bfloat16")),
+        engine=engine,
+    )
+
+
+def pack_weight(weight_OK: Tensor) -> Tensor:
+    """[o, k] -> panels of 16 outputs, padded with zero rows: float32 [panels, k, 16]; bfloat16 [panels, k, 8, 2], pair
+    j being outputs j and j + 8."""
+    o, k = weight_OK.shape
+    panels = -(-o // PANEL)
+    padded = weight_OK.detach()
+    if panels * PANEL != o:
+        padded = torch.cat([padded, padded.new_zeros(panels * PANEL - o, k)])
+    if weight_OK.dtype == torch.bfloat16:
+        return padded.view(panels, 2, PANEL // 2, k).permute(0, 3, 2, 1).contiguous()
+    return padded.view(panels, PANEL, k).permute(0, 2, 1).contiguous()
+
+
+def unpack_weight(packed: Tensor, o: int) -> Tensor:
+    """The exact inverse of `pack_weight`."""
+    panels, k = packed.shape[:2]
+    if packed.dtype == torch.bfloat16:
+        return packed.permute(0, 3, 2, 1).reshape(panels * PANEL, k)[:o].contiguous()
+    return packed.permute(0, 2, 1).reshape(panels * PANEL, k)[:o].contiguous()
+
+
+class PackedMatrix:
+    """A weight in the kernel's layout and how to multiply by it. Holds its own copy of weight and bias."""
+
+    def __init__(self, weight_OK: Tensor, bias_O: Tensor | None, *, out_dtype: torch.dtype, threads: int) -> None:
+        assert weight_OK.dtype in KERNEL_DTYPES and out_dtype in KERNEL_DTYPES and threads >= 1
+        self.o, self.k = weight_OK.shape
+        self.in_dtype, self.out_dtype = weight_OK.dtype, out_dtype
+        self.packed = pack_weight(weight_OK)
+        self._bias = torch.zeros(self.packed.shape[0] * PANEL, dtype=torch.float32)
+        if bias_O is not None:
+            self._bias[: self.o] = bias_O.detach()
+        assert self.packed.data_ptr() % _ALIGN == 0 and self._bias.data_ptr() % _ALIGN == 0
+        self._layer = _Layer(
+            self.packed.data_ptr(),
+            self._bias.data_ptr(),
+            self.k,
+            self.o,
+            self.packed.shape[0],
+            threads,
+            out_dtype == torch.float32,
+        )
+        self._address = ctypes.addressof(self._layer)
+        kernels = load_kernels(KERNEL_DTYPES[weight_OK.dtype])
+        self._from_float32, self._from_bfloat16 = kernels.from_float32, kernels.from_bfloat16
+
+    def unpacked(self) -> Tensor:
+        """The weight as [o, k], a copy."""
+        return unpack_weight(self.packed, self.o)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x [..., k] of the weight's dtype -> [..., o] of out_dtype. Row r's bits depend on row r alone."""
+        if x.dtype != self.in_dtype or x.shape[-1] != self.k:
+            raise ValueError(f"x is {x.dtype} [..., {x.shape[-1]}], the weight takes {self.in_dtype} [..., {self.k}]")
+        x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], self.o), dtype=self.out_dtype)
+        size = x.numel()
+        if size == 0:
+            return out
+        rows = size // self.k
+        if x.dtype == torch.bfloat16 and size <= MAX_SELF_WIDENED:
+            scratch = torch.empty(size, dtype=torch.float32)
+            self._from_bfloat16(self._address, x.data_ptr(), out.data_ptr(), rows, scratch.data_ptr())
+        else:
+            wide = x.float()
+            self._from_float32(self._address, wide.data_ptr(), out.data_ptr(), rows)
+        return out

@@ -1,0 +1,119 @@
+"""Compiles the CPU kernels with llvmlite, inside the process, and says where they can be used.
+
+`unavailable_reason` is the one question callers ask; where it has an answer, they use torch.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.layers.cpu_tile_ir import WeightType
+
+logger = logging.getLogger(__name__)
+
+KERNEL_DTYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+CHOICE_VARIABLE = "DFLASH_CPU_KERNELS"
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """None if the kernels can be used and are the better choice here, else why not. Decided and logged once per process.
+
+    The environment variable DFLASH_CPU_KERNELS overrides the choice: `torch`, or `llvm` (ValueError if it cannot be).
+    """
+    choice = os.environ.get(CHOICE_VARIABLE, "auto")
+    if choice not in ("auto", "llvm", "torch"):
+        raise ValueError(f"{CHOICE_VARIABLE} is {choice!r}: use auto, llvm or torch")
+    reason = f"{CHOICE_VARIABLE}=torch" if choice == "torch" else obstacle(forced=choice == "llvm")
+    if choice == "llvm" and reason is not None:
+        raise ValueError(f"{CHOICE_VARIABLE}=llvm: {reason}")
+    logger.info("CPU kernels: %s", "compiled with LLVM" if reason is None else f"torch's ({reason})")
+    return reason
+
+
+def obstacle(*, forced: bool) -> str | None:
+    """What keeps the kernels from running here, or, unless forced, makes torch the better choice. None: nothing."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"written for Linux on x86_64, this is {platform.system()} on {platform.machine()}"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "the package llvmlite is not installed"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in ("AVX2", "AVX512"):
+        return f"needs AVX2, torch reports {capability}"
+    if not forced and torch.cpu._is_avx512_bf16_supported():
+        return "the processor has bfloat16 instructions, which torch uses"
+    if _openmp() is None:
+        return "torch does not run on GNU OpenMP here"
+    try:
+        compile_ir("define void @probe() {\n  ret void\n}\n")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"llvmlite does not compile: {error}"
+    return None
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded, if it is GNU's: the kernels run on its threads."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        try:
+            return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            continue
+    return None
+
+
+def compile_ir(text: str, *, optimise: bool = False) -> Any:
+    """Machine code of an LLVM module for this processor: an llvmlite execution engine, which owns the code.
+
+    optimise: runs LLVM's light optimisations first, for text that is not written as it should be executed.
+    Raises RuntimeError if the processor lacks what the kernels need or LLVM refuses the text.
+    """
+    import llvmlite.binding as llvm  # type: ignore[import-untyped]  # the package has no type stubs
+
+    features = llvm.get_host_cpu_features()
+    if not (features.get("avx2") and features.get("fma")):
+        raise RuntimeError("the processor lacks AVX2 or FMA")
+    openmp = _openmp()
+    if openmp is None:
+        raise RuntimeError("torch does not run on GNU OpenMP here")
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    llvm.add_symbol("GOMP_parallel", ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value)
+    module = llvm.parse_assembly(text)
+    module.verify()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2
+    )
+    if optimise:
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
+        builder.getModulePassManager().run(module, builder)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine
+
+
+class JobKernel:
+    """A compiled `void f(i64* job)` of `engine.layers.cpu_ir`, run by one thread or by a team."""
+
+    def __init__(self, engine: Any, name: str) -> None:
+        self._engine = engine  # owns the code
+        self._address = engine.get_function_address(name)
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        openmp = _openmp()
+        assert openmp is not None
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._team = kind(ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value)
+
+    def run(self, job: Any, threads: int) -> None:
+        """job: a ctypes array of 64-bit words. The kernel shares its work out through counters in the job."""
+        if threads == 1:
+            self._alone(ctypes.addressof(job))
+        else:
+            self._team(self._address, ctypes.addressof(job), threads, 0)

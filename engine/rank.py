@@ -1,0 +1,118 @@
+"""One tensor-parallel rank: process group, its weight shards, its KV cache, its runner.
+
+Rank 0's owner drives `runner` with an `EngineCore`; every other rank follows the plans that rank 0 sends. Run as a module
+(`python -m engine.rank`) it is a follower process: a pickled `FollowerSpec` arrives on standard input.
+"""
+
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from engine.attention.kv_cache_tensors import KvCache
+from engine.config.engine import EngineConfig
+from engine.parallel.plan_ring import PlanReader, PlanRingClosed
+from engine.parallel.tp_group import TpGroup
+from engine.runner.runner import ModelRunner
+from engine.step import StepPlan
+from engine.weights.loader import load_drafter, load_target
+
+_GROUP_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowerSpec:
+    """What a follower process needs: the config, its rank, the rendezvous, and the plan ring's name and reader index."""
+
+    config: EngineConfig
+    rank: int
+    init_method: str
+    ring_name: str
+
+
+class EngineRank:
+    """Loads one rank. init_method: torch.distributed rendezvous, e.g. "tcp://127.0.0.1:29500"; None at size 1.
+
+    progress: called with a short phase name as start-up proceeds.
+
+    Raises:
+        ValueError: a checkpoint that does not fit its config (names the tensor and the shapes).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        rank: int,
+        init_method: str | None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        say = progress or (lambda phase: None)
+        self.config = config
+        torch.set_num_threads(config.num_threads)
+        say("joining the process group")
+        self.tp = TpGroup.create(
+            rank=rank,
+            size=config.tensor_parallel_size,
+            init_method=init_method,
+            device=config.device,
+            timeout_s=_GROUP_TIMEOUT_S,
+        )
+        device = torch.device(config.device, rank) if config.device == "cuda" else torch.device("cpu")
+        say("loading the target")
+        target = load_target(config, self.tp)
+        drafter = None
+        if config.drafter is not None:
+            say("loading the drafter")
+            drafter = load_drafter(config, self.tp)
+        say("allocating the KV cache")
+        self.runner = ModelRunner(
+            config=config,
+            target=target,
+            drafter=drafter,
+            kv=KvCache.create(config, self.tp),
+            tp=self.tp,
+            device=device,
+        )
+        say("ready")
+
+    def follow(self, reader: PlanReader) -> None:
+        """Execute plans until rank 0 closes the ring.
+
+        Raises:
+            PlanRingError: rank 0 died.
+        """
+        decoder = msgspec.msgpack.Decoder(StepPlan)
+        while True:
+            try:
+                message = reader.recv(timeout_s=None)
+            except PlanRingClosed:
+                return
+            self.runner.launch(decoder.decode(message))
+            self.runner.collect()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.tp.close()
+
+
+def follow_from_stdin() -> None:
+    """Entry point of a follower process."""
+    spec: FollowerSpec = pickle.load(sys.stdin.buffer)
+    rank = EngineRank(spec.config, rank=spec.rank, init_method=spec.init_method)
+    reader = PlanReader(spec.ring_name, index=spec.rank - 1)
+    try:
+        rank.follow(reader)
+    finally:
+        reader.close()
+        rank.close()
+
+
+if __name__ == "__main__":
+    # The module runs as __main__ here, but the pickled spec names engine.rank: import it under that name.
+    from engine.rank import follow_from_stdin as run
+
+    run()

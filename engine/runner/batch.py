@@ -1,0 +1,181 @@
+"""From a plan and the slot state to the flat inputs of one forward: ids, positions, cache slots, attention groups.
+
+Shape letters: R decode rows, K verify length, N flattened token rows (decode rows first, row by row, then the prefill
+chunks), W the drafter's block width, B block-table columns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.context import AttentionContext, AttentionGroup
+from engine.config.engine import EngineConfig
+from engine.runner.slots import SlotState
+from engine.step import PrefillChunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBlock:
+    """The decode rows of a step before T. drafts_RK and k_R are what D verifies; column j >= 1 holds draft j."""
+
+    slots_R: torch.Tensor
+    drafts_RK: torch.Tensor
+    k_R: torch.Tensor
+    committed_R: torch.Tensor
+    finished_R: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardInputs:
+    ids_N: torch.Tensor
+    positions_N: torch.Tensor
+    context: AttentionContext
+
+
+def cache_slots(state: SlotState, slots_R: torch.Tensor, positions_RQ: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Flat cache slots [R, Q] of absolute positions, through each slot's block table."""
+    blocks_RQ = state.block_table[slots_R[:, None], positions_RQ // block_size]
+    return blocks_RQ * block_size + positions_RQ % block_size
+
+
+def decode_block(state: SlotState, slots_R: torch.Tensor, verify_len: int) -> DecodeBlock:
+    """Read the rows' drafts; k = min(verify_len, draft_count, max_len - 2 - committed_len), 0 for finished rows.
+
+    max_len - 2 - committed_len: the request holds committed_len + 1 tokens and the verify always adds one of its own, so a
+    longer draft could never be emitted.
+    """
+    committed_R = state.committed_len[slots_R]
+    finished_R = state.finished[slots_R]
+    k_R = torch.minimum(state.draft_count[slots_R], state.max_len[slots_R] - 2 - committed_R)
+    k_R = k_R.clamp(0, verify_len).masked_fill(finished_R, 0)
+    return DecodeBlock(
+        slots_R=slots_R,
+        drafts_RK=state.draft_tokens[slots_R, :verify_len],
+        k_R=k_R,
+        committed_R=committed_R,
+        finished_R=finished_R,
+    )
+
+
+class InputBuilder:
+    """Makes ForwardInputs. bucket: context lengths are padded to its multiples, so shapes repeat from step to step."""
+
+    def __init__(self, config: EngineConfig, state: SlotState, device: torch.device) -> None:
+        self._state = state
+        self._block_size = config.block_size
+        self._bucket = config.context_bucket
+        self._max_columns = config.max_blocks_per_seq
+        self._device = device
+
+    def target_inputs(self, decode: DecodeBlock | None, prefill: tuple[PrefillChunk, ...]) -> ForwardInputs:
+        """T's inputs: `[last_token, draft_1..draft_K]` per decode row, then the prompt chunks."""
+        ids: list[torch.Tensor] = []
+        positions: list[torch.Tensor] = []
+        cache: list[torch.Tensor] = []
+        groups: list[AttentionGroup] = []
+        if decode is not None:
+            ids_RQ, positions_RQ, cache_RQ = self._decode_rows(decode)
+            ids.append(ids_RQ.flatten())
+            positions.append(positions_RQ.flatten())
+            cache.append(cache_RQ.flatten())
+            num_rows, width = ids_RQ.shape
+            groups.append(
+                self._group(
+                    first_row=0,
+                    slots_R=decode.slots_R,
+                    q_lens=(width,) * num_rows,
+                    q_start_R=decode.committed_R,
+                    kv_len_R=decode.committed_R + decode.k_R + 1,
+                    causal=True,
+                )
+            )
+        if prefill:
+            first_row = sum(g.q_lens[0] * len(g.q_lens) for g in groups)
+            chunk_ids, chunk_positions, chunk_cache, group = self._prefill_rows(prefill, first_row)
+            ids.append(chunk_ids)
+            positions.append(chunk_positions)
+            cache.append(chunk_cache)
+            groups.append(group)
+        context = AttentionContext(slot_mapping_N=torch.cat(cache), groups=tuple(groups))
+        return ForwardInputs(ids_N=torch.cat(ids), positions_N=torch.cat(positions), context=context)
+
+    def draft_inputs(
+        self, slots_R: torch.Tensor, last_R: torch.Tensor, live_R: torch.Tensor, width: int, mask_id: int, limit: int
+    ) -> ForwardInputs:
+        """D's drafter inputs: `[last_token, MASK x (W-1)]` at committed_len .. committed_len+W-1, non-causal.
+
+        Rows that are not live write to the null block. limit: the drafter's position table; live rows never pass it.
+        """
+        committed_R = self._state.committed_len[slots_R]
+        columns_W = torch.arange(width, device=self._device)
+        ids_RW = torch.full((slots_R.shape[0], width), mask_id, dtype=torch.int64, device=self._device)
+        ids_RW[:, 0] = last_R
+        positions_RW = torch.minimum(committed_R[:, None] + columns_W, torch.tensor(limit - 1, device=self._device))
+        cache_RW = cache_slots(self._state, slots_R, positions_RW, self._block_size)
+        cache_RW = cache_RW.masked_fill(~live_R[:, None], 0)
+        group = self._group(
+            first_row=0,
+            slots_R=slots_R,
+            q_lens=(width,) * slots_R.shape[0],
+            q_start_R=committed_R,
+            kv_len_R=torch.where(live_R, committed_R + width, torch.ones_like(committed_R)),
+            causal=False,
+        )
+        context = AttentionContext(slot_mapping_N=cache_RW.flatten(), groups=(group,))
+        return ForwardInputs(ids_N=ids_RW.flatten(), positions_N=positions_RW.flatten(), context=context)
+
+    def _decode_rows(self, decode: DecodeBlock) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        last_R1 = self._state.last_token[decode.slots_R][:, None]
+        ids_RQ = torch.cat([last_R1, decode.drafts_RK], dim=1)
+        columns_Q = torch.arange(ids_RQ.shape[1], device=self._device)
+        filler_RQ = columns_Q > decode.k_R[:, None]
+        # A column past k holds a valid id at a valid position; it writes to the null block and nobody reads its logits.
+        ids_RQ = torch.where(filler_RQ, last_R1, ids_RQ)
+        positions_RQ = decode.committed_R[:, None] + torch.minimum(columns_Q, decode.k_R[:, None])
+        cache_RQ = cache_slots(self._state, decode.slots_R, positions_RQ, self._block_size)
+        cache_RQ = cache_RQ.masked_fill(filler_RQ | decode.finished_R[:, None], 0)
+        return ids_RQ, positions_RQ, cache_RQ
+
+    def _prefill_rows(
+        self, prefill: tuple[PrefillChunk, ...], first_row: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionGroup]:
+        device = self._device
+        ids = torch.tensor([t for c in prefill for t in c.token_ids], device=device)
+        positions = torch.cat([torch.arange(c.start, c.start + len(c.token_ids), device=device) for c in prefill])
+        lens = torch.tensor([len(c.token_ids) for c in prefill], device=device)
+        slots = torch.tensor([c.slot for c in prefill], device=device)
+        starts = torch.tensor([c.start for c in prefill], device=device)
+        row_slots = slots.repeat_interleave(lens)
+        cache = cache_slots(self._state, row_slots, positions[:, None], self._block_size).flatten()
+        group = self._group(
+            first_row=first_row,
+            slots_R=slots,
+            q_lens=tuple(len(c.token_ids) for c in prefill),
+            q_start_R=starts,
+            kv_len_R=starts + lens,
+            causal=True,
+        )
+        return ids, positions, cache, group
+
+    def _group(
+        self,
+        *,
+        first_row: int,
+        slots_R: torch.Tensor,
+        q_lens: tuple[int, ...],
+        q_start_R: torch.Tensor,
+        kv_len_R: torch.Tensor,
+        causal: bool,
+    ) -> AttentionGroup:
+        longest = int(kv_len_R.max())
+        padded = -(-longest // self._bucket) * self._bucket
+        columns = min(-(-padded // self._block_size), self._max_columns)
+        return AttentionGroup(
+            first_row=first_row,
+            q_lens=q_lens,
+            q_start_R=q_start_R,
+            kv_len_R=kv_len_R,
+            block_table_RB=self._state.block_table[slots_R, :columns],
+            max_kv_len=columns * self._block_size,
+            causal=causal,
+        )

@@ -1,0 +1,204 @@
+"""D: decide what the target's logits commit, feed the drafter's context, draft the next block.
+
+One order, always: sample, verify, commit, context, draft. Only the last is skipped at draft length 0; the context is
+written in every step, so that drafting can start again at any time with nothing missing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.kv_cache_tensors import KvCache
+from engine.config.engine import EngineConfig
+from engine.models.dflash import DFlashDrafter
+from engine.models.target import TargetModel
+from engine.parallel.tp_group import TpGroup
+from engine.runner.batch import DecodeBlock, InputBuilder
+from engine.runner.slots import SlotState
+from engine.runner.target_program import TargetStep
+from engine.sampling.filters import FilterFlags
+from engine.sampling.sampler import SamplingRows, greedy_tokens, sample, stops_are_masked
+from engine.sampling.verify import verify
+from engine.step import PrefillChunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a step decided, rows in plan order: R decode rows, then F prompts that ended.
+
+    tokens_SE: the target's tokens, [R+F, K+1]; the first num_emitted of each row count.
+    """
+
+    slots_S: torch.Tensor
+    tokens_SE: torch.Tensor
+    num_emitted_S: torch.Tensor
+    num_accepted_S: torch.Tensor
+    num_drafted_S: torch.Tensor
+    finish_S: torch.Tensor
+
+
+class DecideAndDraft:
+    """The second program of a step. All ranks run it on equal inputs and decide alike."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        target: TargetModel,
+        drafter: DFlashDrafter | None,
+        kv: KvCache,
+        state: SlotState,
+        builder: InputBuilder,
+        tp: TpGroup,
+    ) -> None:
+        self._config = config
+        self._target = target
+        self._drafter = drafter
+        self._kv = kv
+        self._state = state
+        self._builder = builder
+        self._tp = tp
+
+    def decide(
+        self, step: TargetStep, decode: DecodeBlock | None, prefill: tuple[PrefillChunk, ...], verify_len: int
+    ) -> Decision | None:
+        """Sample, verify and commit. None when no row of the step samples (prompt chunks in the middle only)."""
+        if step.logits_MV is None:
+            return None
+        state = self._state
+        device = step.logits_MV.device
+        width = verify_len + 1
+        ends = [c for c in prefill if c.samples]
+        slots: list[torch.Tensor] = []
+        committed: list[torch.Tensor] = []
+        if decode is not None:
+            slots.append(decode.slots_R)
+            committed.append(decode.committed_R)
+        if ends:
+            slots.append(torch.tensor([c.slot for c in ends], device=device))
+            # A prompt of n tokens has no bonus token yet: with n-1 committed the same arithmetic emits position n.
+            committed.append(torch.tensor([c.start + len(c.token_ids) - 1 for c in ends], device=device))
+        slots_S = torch.cat(slots)
+        committed_S = torch.cat(committed)
+        num_decode = slots_S.shape[0] - len(ends)
+        drawn_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width)
+        tokens_SE = _rows_of(drawn_M, num_decode, width, len(ends))
+        drafts_SK = tokens_SE.new_full((slots_S.shape[0], verify_len), -1)
+        k_S = torch.zeros_like(committed_S)
+        finished_S = torch.zeros_like(committed_S, dtype=torch.bool)
+        if decode is not None:
+            drafts_SK[:num_decode] = decode.drafts_RK
+            k_S[:num_decode] = decode.k_R
+            finished_S[:num_decode] = decode.finished_R
+        verdict = verify(
+            target_RK1=tokens_SE,
+            draft_RK=drafts_SK,
+            k_R=k_S,
+            committed_R=committed_S,
+            max_len_R=state.max_len[slots_S],
+            min_len_R=state.min_len[slots_S],
+            stop_ids_RS=state.stop_ids[slots_S],
+            finished_R=finished_S,
+        )
+        emits_S = verdict.num_emitted_R > 0
+        state.committed_len[slots_S] = committed_S + verdict.num_emitted_R
+        state.last_token[slots_S] = torch.where(emits_S, verdict.last_token_R, state.last_token[slots_S])
+        state.finished[slots_S] = finished_S | (verdict.finish_R != 0)
+        return Decision(
+            slots_S=slots_S,
+            tokens_SE=tokens_SE,
+            num_emitted_S=verdict.num_emitted_R,
+            num_accepted_S=verdict.num_accepted_R,
+            num_drafted_S=k_S,
+            finish_S=verdict.finish_R,
+        )
+
+    def write_context(self, step: TargetStep, decision: Decision | None, num_decode: int, verify_len: int) -> None:
+        """Drafter K/V for every token this step committed: accepted decode rows and all prompt rows."""
+        if self._drafter is None:
+            return
+        assert step.taps_NTH is not None, "the target kept no taps"
+        slot_mapping_N = step.inputs.context.slot_mapping_N
+        if num_decode:
+            assert decision is not None
+            columns_Q = torch.arange(verify_len + 1, device=slot_mapping_N.device)
+            kept = (columns_Q < decision.num_emitted_S[:num_decode, None]).flatten()
+            slot_mapping_N = slot_mapping_N.clone()
+            # Rejected rows go to the null block: their positions are written again, by the tokens that replace them.
+            slot_mapping_N[: kept.shape[0]] = slot_mapping_N[: kept.shape[0]].masked_fill(~kept, 0)
+        positions_N = step.inputs.positions_N
+        # A position past the drafter's table has no rotary row; such rows never draft, so nobody reads their context.
+        limit = self._drafter.config.max_position_embeddings
+        slot_mapping_N = slot_mapping_N.masked_fill(positions_N >= limit, 0)
+        context_NH = self._drafter.context_features(step.taps_NTH)
+        self._drafter.write_context(context_NH, positions_N.clamp(max=limit - 1), slot_mapping_N, self._kv)
+
+    def draft(self, slots_S: torch.Tensor, draft_len: int) -> None:
+        """One parallel pass of the drafter; the head runs on the first draft_len mask rows; drafts are greedy."""
+        state = self._state
+        if self._drafter is None or draft_len == 0:
+            state.draft_count[slots_S] = 0
+            return
+        config = self._drafter.config
+        width = config.block_size
+        live_S = ~state.finished[slots_S] & (state.committed_len[slots_S] + width <= config.max_position_embeddings)
+        inputs = self._builder.draft_inputs(
+            slots_S, state.last_token[slots_S], live_S, width, config.mask_token_id, config.max_position_embeddings
+        )
+        block_NH = self._target.embed(inputs.ids_N)
+        hidden_NH = self._drafter(block_NH, inputs.positions_N, inputs.context, self._kv)
+        num_rows = slots_S.shape[0]
+        masks_MH = hidden_NH.view(num_rows, width, -1)[:, 1 : draft_len + 1].reshape(num_rows * draft_len, -1)
+        logits_MV = self._target.logits(masks_MH)
+        drafts_M = greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
+        state.draft_tokens[slots_S, :draft_len] = drafts_M.view(num_rows, draft_len)
+        state.draft_count[slots_S] = torch.where(live_S, draft_len, 0)
+
+    def _sample(
+        self,
+        logits_MV: torch.Tensor,
+        slots_S: torch.Tensor,
+        committed_S: torch.Tensor,
+        num_decode: int,
+        width: int,
+    ) -> torch.Tensor:
+        """One token of the target's own per logit row. A row's token depends on its request and position alone."""
+        state = self._state
+        inits = [state.init_of(slot) for slot in slots_S.tolist()]
+        flags = FilterFlags.of(
+            [i.temperature for i in inits],
+            [i.top_k for i in inits],
+            [i.top_p for i in inits],
+            [i.min_p for i in inits],
+        )
+        mask_stops = any(i.min_len > i.prompt_len for i in inits)
+        if flags.all_greedy and not mask_stops:
+            return greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
+        columns_Q = torch.arange(width, device=logits_MV.device)
+        drawn_at_M = torch.cat(
+            [(committed_S[:num_decode, None] + 1 + columns_Q).flatten(), committed_S[num_decode:] + 1]
+        )
+        slots_M = torch.cat([slots_S[:num_decode].repeat_interleave(width), slots_S[num_decode:]])
+        rows = SamplingRows(
+            temperature_N=state.temperature[slots_M],
+            top_k_N=state.top_k[slots_M],
+            top_p_N=state.top_p[slots_M],
+            min_p_N=state.min_p[slots_M],
+            seed_N=state.seed[slots_M],
+            position_N=drawn_at_M,
+            stop_ids_NS=state.stop_ids[slots_M] if mask_stops else None,
+            mask_stops_N=stops_are_masked(drawn_at_M, state.min_len[slots_M]) if mask_stops else None,
+            all_greedy=flags.all_greedy,
+            any_filter=flags.any_filter,
+            sort_width=flags.sort_width,
+        )
+        return sample(logits_MV, rows, self._tp, self._target.vocab_start)
+
+
+def _rows_of(drawn_M: torch.Tensor, num_decode: int, width: int, num_ends: int) -> torch.Tensor:
+    """[R*(K+1) + F] drawn tokens as [R+F, K+1]; a prompt's single token fills its row's first column."""
+    decode_RE = drawn_M[: num_decode * width].view(num_decode, width)
+    if num_ends == 0:
+        return decode_RE
+    ends_FE = drawn_M[num_decode * width :, None].expand(num_ends, width)
+    return torch.cat([decode_RE, ends_FE])

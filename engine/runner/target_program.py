@@ -1,0 +1,55 @@
+"""T: the target's forward over the decode rows and the prompt chunks of one step. Keeps the taps, returns the logits."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.kv_cache_tensors import KvCache
+from engine.models.target import TargetModel
+from engine.runner.batch import ForwardInputs
+from engine.step import PrefillChunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStep:
+    """logits_MV: float32, this rank's vocabulary shard; M = R x (K+1) decode rows, then one row per sampling chunk.
+
+    taps_NTH: outputs of the tapped layers for every row of the step, None without a drafter.
+    """
+
+    inputs: ForwardInputs
+    logits_MV: torch.Tensor | None
+    taps_NTH: torch.Tensor | None
+
+
+class TargetProgram:
+    """The target half of a step. tap_layers: 0-based decoder layers whose outputs the drafter reads."""
+
+    def __init__(self, model: TargetModel, kv: KvCache, tap_layers: tuple[int, ...]) -> None:
+        self._model = model
+        self._kv = kv
+        self._tap_layers = tap_layers
+
+    def run(self, inputs: ForwardInputs, num_decode_tokens: int, prefill: tuple[PrefillChunk, ...]) -> TargetStep:
+        """num_decode_tokens: R x (K+1), the leading rows of `inputs` that all get logits."""
+        output = self._model(inputs.ids_N, inputs.positions_N, inputs.context, self._kv, self._tap_layers)
+        rows_M = _logit_rows(num_decode_tokens, prefill)
+        logits_MV = None
+        if rows_M is None:
+            logits_MV = self._model.logits(output.hidden_NH)
+        elif rows_M:
+            logits_MV = self._model.logits(output.hidden_NH[torch.tensor(rows_M, device=inputs.ids_N.device)])
+        return TargetStep(inputs=inputs, logits_MV=logits_MV, taps_NTH=output.taps_NTH)
+
+
+def _logit_rows(num_decode_tokens: int, prefill: tuple[PrefillChunk, ...]) -> list[int] | None:
+    """Rows that need the head: every decode row and the last row of a sampling chunk. None: every row does."""
+    if not prefill:
+        return None
+    rows = list(range(num_decode_tokens))
+    end = num_decode_tokens
+    for chunk in prefill:
+        end += len(chunk.token_ids)
+        if chunk.samples:
+            rows.append(end - 1)
+    return rows

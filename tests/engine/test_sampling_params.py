@@ -1,0 +1,96 @@
+"""Every rule of SamplingParams, with the message a user sees; and the trip over the wire."""
+
+import math
+
+import msgspec
+import pytest
+
+from engine.sampling_params import SamplingParams
+
+GOOD = [
+    {},
+    {"temperature": 0},
+    {"temperature": 2.5, "top_p": 1, "top_k": -1, "min_p": 1.0},
+    {"top_p": 1e-3, "top_k": 2**31 - 1, "seed": -(2**63)},
+    {"seed": 2**63 - 1, "n": 128, "max_tokens": None, "min_tokens": 10**6},
+    {"max_tokens": 5, "min_tokens": 5, "logprobs": 20, "stop": ["a", "b"], "stop_token_ids": [0, 7]},
+    {"presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "bad_words": ()},
+]
+BAD = [
+    ("temperature", -0.1, "temperature must be at least 0.0, got -0.1"),
+    ("temperature", math.nan, "temperature must be a finite number"),
+    ("temperature", math.inf, "temperature must be a finite number"),
+    ("temperature", 1e-9, "temperature must be 0 (greedy) or at least 1e-05"),
+    ("temperature", "1", "temperature must be a number, got '1'"),
+    ("temperature", True, "temperature must be a number, got True"),
+    ("temperature", None, "temperature must be a number, got None"),
+    ("top_p", 0, "top_p must be greater than 0"),
+    ("top_p", 1.01, "top_p must be between 0.0 and 1.0, got 1.01"),
+    ("top_p", -1.0, "top_p must be between 0.0 and 1.0"),
+    ("top_p", math.nan, "top_p must be a finite number"),
+    ("top_k", -2, "top_k must be between -1 and 2147483647 (0 and -1 switch it off), got -2"),
+    ("top_k", 2**31, "top_k must be between"),
+    ("top_k", 1.0, "top_k must be an integer, got 1.0"),
+    ("min_p", -0.01, "min_p must be between 0.0 and 1.0"),
+    ("min_p", 1.5, "min_p must be between 0.0 and 1.0"),
+    ("n", 0, "n must be at least 1, got 0"),
+    ("n", True, "n must be an integer, got True"),
+    ("seed", 2**63, "seed must be between"),
+    ("seed", -(2**63) - 1, "seed must be between"),
+    ("seed", 1.5, "seed must be an integer"),
+    ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
+    ("max_tokens", "5", "max_tokens must be an integer, got '5'"),
+    ("min_tokens", -1, "min_tokens must be at least 0"),
+    ("min_tokens", 17, "min_tokens must be at most max_tokens, got min_tokens=17 and max_tokens=16"),
+    ("logprobs", -1, "logprobs must be between 0 and 20, got -1"),
+    ("logprobs", 21, "logprobs must be between 0 and 20, got 21"),
+    ("logprobs", True, "logprobs must be an integer, got True"),
+    ("stop", "", "stop must hold non-empty strings, got ''"),
+    ("stop", ["a", ""], "stop must hold non-empty strings"),
+    ("stop", [5], "stop must hold non-empty strings, got 5"),
+    ("stop", 5, "stop must be a list of strings, got 5"),
+    ("stop_token_ids", [-1], "stop_token_ids must be at least 0, got -1"),
+    ("stop_token_ids", ["2"], "stop_token_ids must be an integer, got '2'"),
+    ("stop_token_ids", 2, "stop_token_ids must be a list of token ids, got 2"),
+    ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
+    ("skip_special_tokens", None, "skip_special_tokens must be true or false"),
+    ("include_stop_str_in_output", "yes", "include_stop_str_in_output must be true or false"),
+    ("detokenize", 0, "detokenize must be true or false"),
+    ("presence_penalty", 0.5, "presence_penalty is not supported by this engine; leave it out or set it to 0.0"),
+    ("frequency_penalty", -1.0, "frequency_penalty is not supported"),
+    ("repetition_penalty", 1.1, "repetition_penalty is not supported by this engine; leave it out or set it to 1.0"),
+    ("logit_bias", {5: 1.0}, "logit_bias is not supported by this engine; leave it out or set it to None"),
+    ("bad_words", ("x",), "bad_words is not supported"),
+    ("allowed_token_ids", (1,), "allowed_token_ids is not supported"),
+    ("prompt_logprobs", 0, "prompt_logprobs is not supported"),
+]
+
+
+@pytest.mark.parametrize("fields", GOOD)
+def test_accepted_and_equal_after_the_wire(fields: dict[str, object]) -> None:
+    params = SamplingParams(**fields)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(("field", "value", "message"), BAD)
+def test_refused_with_the_field_in_front(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**{field: value})
+    assert str(caught.value).startswith(message)
+
+
+def test_every_field_has_a_bad_case() -> None:
+    assert {field for field, _, _ in BAD} == set(SamplingParams.__struct_fields__)
+
+
+def test_rules_hold_for_decoded_messages_too() -> None:
+    with pytest.raises(msgspec.ValidationError, match="top_p must be between"):
+        msgspec.json.decode(b'{"top_p": 2}', type=SamplingParams)
+
+
+def test_stop_needs_text() -> None:
+    with pytest.raises(ValueError, match="^stop needs detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(temperature=0).is_greedy and not SamplingParams().is_greedy
