@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from engine.layers.cpu_rows import row_kernels
+
 
 def rms_scale(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32, returned in x's dtype.
@@ -27,4 +29,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., size] -> [.., size]."""
+        kernels = row_kernels(x.dtype) if x.device.type == "cpu" and x.shape[-1] % 8 == 0 else None
+        if kernels is not None:
+            return kernels.rms_norm(x, self.weight, self.eps)
         return rms_scale(x, self.eps) * self.weight
