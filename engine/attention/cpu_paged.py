@@ -49,7 +49,8 @@ def cpu_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: At
     suited = q_NhD.device.type == "cpu" and q_NhD.dtype in KERNEL_DTYPES and D % 8 == 0
     if not suited or unavailable_reason() is not None:
         return paged_attention(q_NhD, k_cache, v_cache, ctx)
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
     assert k_cache.dtype == v_cache.dtype == q_NhD.dtype
     if q_NhD.stride(2) != 1 or q_NhD.stride(1) != D:
         q_NhD = q_NhD.contiguous()
@@ -80,7 +81,9 @@ def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:
     kv_lens = group.kv_len_R.tolist()
     most_visible = max(kv_lens)
     table_RB = group.block_table_RB.contiguous()
-    assert table_RB.shape[0] == R and table_RB.shape[1] * block_size >= most_visible and min(kv_lens) >= 1
+    assert table_RB.shape[0] == R
+    assert table_RB.shape[1] * block_size >= most_visible
+    assert min(kv_lens) >= 1
     units, visible = _units(group, kv_lens, max(1, QUERIES_PER_UNIT // G))
     units_U3 = torch.tensor(units, dtype=torch.int64)
     visible_n = torch.tensor(visible, dtype=torch.int64)

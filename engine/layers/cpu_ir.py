@@ -142,7 +142,7 @@ class Kernel:
         return value if kind == "float32" else self.b.bitcast(self._rounded_bits(value), V8F)
 
     def _rounded_bits(self, value: Value) -> Value:
-        """float32 bits whose upper half is the nearest bfloat16 (ties to even; NaN becomes the quiet NaN), lower half 0."""
+        """Bits of the nearest bfloat16, lower half 0; ties to even, NaN becomes the quiet NaN."""
         b = self.b
 
         def const(n: int) -> Value:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.cpu_jit import KERNEL_DTYPES, JobKernel, compile_ir, unavailable_reason
-from engine.layers.cpu_rows_job import NormWord, RotateWord, SiluWord
+from engine.layers.cpu_rows_job import MAX_HEAD_DIM, NormWord, RotateWord, SiluWord
 
 _MIN_TEAM_ELEMENTS = 1 << 15  # below, waking the other threads costs more than it saves
 
@@ -28,10 +28,10 @@ class RowKernels:
     """All tensors are of one dtype, on the CPU and, unless said otherwise, contiguous."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        from engine.layers.cpu_rows_ir import MAX_HEAD_DIM, module_ir  # imports llvmlite, which not every machine has
+        from engine.layers.cpu_rows_ir import module_ir  # imports llvmlite, which not every machine has
 
         engine = compile_ir(module_ir(KERNEL_DTYPES[dtype]), optimise=True)
-        self.dtype, self.max_head_dim = dtype, MAX_HEAD_DIM
+        self.dtype = dtype
         self._norm, self._add_norm = JobKernel(engine, "rms_norm"), JobKernel(engine, "add_rms_norm")
         self._silu, self._rotate = JobKernel(engine, "silu_mul"), JobKernel(engine, "rotate_and_write")
         self._norm_job = ctypes.c_int64 * len(NormWord)
@@ -86,9 +86,15 @@ class RowKernels:
         (k_cache, v_cache), (cos, sin) = kv, angles
         g, D = k_cache.shape[-2:]
         N = slots_N.shape[0]
-        assert qkv.is_contiguous() and qkv.numel() == N * (num_heads + 2 * g) * D and cos.shape[0] == N
-        assert cos.stride() == sin.stride() and cos.stride(-1) == 1 and slots_N.is_contiguous()
-        assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == qkv.dtype == self.dtype
+        assert qkv.is_contiguous()
+        assert qkv.numel() == N * (num_heads + 2 * g) * D
+        assert cos.shape[0] == N
+        assert cos.stride() == sin.stride()
+        assert cos.stride(-1) == 1
+        assert slots_N.is_contiguous()
+        assert k_cache.is_contiguous()
+        assert v_cache.is_contiguous()
+        assert k_cache.dtype == qkv.dtype == self.dtype
         q = qkv.new_empty((N, num_heads, D))
         job = self._rotate_job(
             qkv.data_ptr(),
@@ -110,9 +116,10 @@ class RowKernels:
         self._rotate.run(job, _threads(qkv.numel()))
         return q
 
-    def takes_heads(self, head_dim: int) -> bool:
-        """Whether rotate_and_write can do heads of this size."""
-        return head_dim % 16 == 0 and head_dim <= self.max_head_dim
+    @staticmethod
+    def suit(*, hidden_size: int, mlp_size: int, head_dim: int) -> bool:
+        """Whether the kernels can do a decoder layer of these sizes."""
+        return hidden_size % 8 == 0 and mlp_size % 8 == 0 and head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM
 
 
 @functools.cache

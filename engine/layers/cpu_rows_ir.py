@@ -7,11 +7,10 @@ from those only by the order of the norm's sum. Each row is computed alone.
 from llvmlite import ir  # type: ignore[import-untyped]  # the package has no type stubs
 
 from engine.layers.cpu_ir import F32, I64, LANES, PTR, V8F, Kernel, Value
-from engine.layers.cpu_rows_job import NormWord, RotateWord, SiluWord
+from engine.layers.cpu_rows_job import MAX_HEAD_DIM, NormWord, RotateWord, SiluWord
 from engine.layers.cpu_tile_ir import WeightType
 
 ROWS_PER_GRAB = 4
-MAX_HEAD_DIM = 512
 _MAX_EXP = 88.0
 
 

@@ -1,6 +1,8 @@
-"""The 64-bit words that the row-wise CPU kernels are told. Memory is contiguous unless a stride (in elements) is given."""
+"""The 64-bit words that the row-wise CPU kernels are told. Memory is contiguous unless a stride is given (elements)."""
 
 from enum import IntEnum, auto
+
+MAX_HEAD_DIM = 512  # of rotate_and_write, which holds one head on the stack
 
 
 class NormWord(IntEnum):
@@ -37,5 +39,5 @@ class RotateWord(IntEnum):
     ROWS = auto()
     HEADS = auto()
     KV_HEADS = auto()
-    HEAD_DIM = auto()  # a multiple of 16
+    HEAD_DIM = auto()  # a multiple of 16, at most MAX_HEAD_DIM
     COUNTER = auto()

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.layers.cpu_rows import row_kernels
+
 
 def rms_scale(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32; a new tensor of x's dtype.
@@ -29,4 +31,7 @@ class RMSNorm(nn.Module):
         """[.., size] -> [.., size]."""
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        kernels = row_kernels(x.dtype) if x.shape[-1] % 8 == 0 else None
+        if kernels is not None:
+            return kernels.rms_norm(x, self.weight, self.eps)
         return rms_scale(x, self.eps).mul_(self.weight)
