@@ -1,7 +1,8 @@
 """`EngineClient`: the replica's end of the socket to rank 0. One event loop, one thread, no torch.
 
-Owns the open streams and the calls in flight. It holds every delta that its consumer has not taken, which is bounded by the
-request's own length, so a slow consumer delays nobody else. Writing waits while more than `_HIGH_WATER` bytes are unsent.
+Owns the open streams and the calls in flight. It holds every delta that its consumer has not taken, which is bounded
+by the request's own length, so a slow consumer delays nobody else. Writing waits while more than `_HIGH_WATER` bytes
+are unsent.
 """
 
 import asyncio
@@ -83,8 +84,8 @@ class _Stream:
 class EngineClient(asyncio.Protocol):
     """Made by `attach`. All methods belong to the event loop it was attached in.
 
-    on_disconnect: called once when rank 0 failed or hung up, with what is known; the callee must then call `fail` with the
-        root cause. Without it the client fails at once with what is known.
+    on_disconnect: called once when rank 0 failed or hung up, with what is known; the callee must then call `fail` with
+        the root cause. Without it the client fails at once with what is known.
     """
 
     def __init__(self, *, on_disconnect: Callable[[EngineDeadError], None] | None = None) -> None:
@@ -118,8 +119,8 @@ class EngineClient(asyncio.Protocol):
     async def submit(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one request, up to and including the one with a finish_reason.
 
-        The request is sent at the first `anext`. Closing the iterator or cancelling the task that waits in it aborts the
-        request in the engine. An id may be used again once the engine has ended it.
+        The request is sent at the first `anext`. Closing the iterator or cancelling the task that waits in it aborts
+        the request in the engine. An id may be used again once the engine has ended it.
 
         Raises:
             ValueError: the engine refuses the request, or the id is in use; at the first `anext`.
@@ -152,7 +153,7 @@ class EngineClient(asyncio.Protocol):
                     self._write(encode_frame(Abort(request_id=request_id)))
 
     def abort(self, request_id: str) -> None:
-        """Asks the engine to end a request; its stream then ends with finish_reason "abort". Unknown ids are no error."""
+        """Asks the engine to end a request, whose stream then ends with finish_reason "abort". Unknown ids are ignored."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -281,7 +282,7 @@ class EngineClient(asyncio.Protocol):
         else:
             self._on_disconnect(error)
 
-    # ------------------------------------------------------------------------------------------------------ asyncio.Protocol
+    # ---------------------------------------------------------------------------------------------- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""

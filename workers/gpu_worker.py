@@ -1,8 +1,8 @@
 """`GpuWorker`: the Ray actor of one tensor-parallel rank (a CPU rank as well; the name is the architecture's).
 
-Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end is noticed at once. The
-short calls (`prepare`, `progress`) run in other threads of the actor. What a rank is made of comes from a factory, named by a
-dotted path, so that a simulated device can take the real one's place.
+Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end is noticed at once.
+The short calls (`prepare`, `progress`) run in other threads of the actor. What a rank is made of comes from a factory,
+named by a dotted path, so that a simulated device can take the real one's place.
 """
 
 import importlib
@@ -75,11 +75,15 @@ class RankJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Where a rank's process is. free_port: a TCP port for the rendezvous, asked of rank 0 only."""
+    """Where a rank's process is.
+
+    visible_devices: CUDA_VISIBLE_DEVICES as the process sees it. free_port: a TCP port for the rendezvous, rank 0 only.
+    """
 
     rank: int
     process: ProcessIdentity
     hostname: str
+    visible_devices: str | None
     free_port: int | None
 
 
@@ -110,15 +114,21 @@ class GpuWorker:
         self._num_steps: Callable[[], int] = lambda: 0
 
     def prepare(self) -> RankInfo:
-        """The process exists. Rank 0 also looks for a free port; the rendezvous binds it a moment later, and a port taken in
-        between makes the start fail with that cause."""
+        """The process exists. Rank 0 also looks for a free port.
+
+        The rendezvous binds it a moment later; a port taken in between makes the start fail with that cause.
+        """
         free_port = None
         if self._rank == 0:
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
                 probe.bind(("127.0.0.1", 0))
                 free_port = probe.getsockname()[1]
         return RankInfo(
-            rank=self._rank, process=ProcessIdentity.current(), hostname=socket.gethostname(), free_port=free_port
+            rank=self._rank,
+            process=ProcessIdentity.current(),
+            hostname=socket.gethostname(),
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            free_port=free_port,
         )
 
     def progress(self) -> RankProgress:
@@ -132,9 +142,9 @@ class GpuWorker:
                 self._lead(job)
             else:
                 self._follow(job)
-        except Exception as error:  # noqa: BLE001 - the process boundary: every cause is reported
-            # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the group
-            # ends this process as soon as it has the cause.
+        except Exception as error:
+            # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the
+            # group ends this process as soon as it has the cause.
             cause = f"{type(error).__name__}: {error}"[:4000]
             details = "".join(traceback.format_exception(error))[-20000:]
             return RankExit(rank=self._rank, cause=cause, details=details, at_s=time.monotonic())
@@ -247,12 +257,12 @@ def build_rank(
     progress: Callable[[str], None],
 ) -> Rank:
     """The default factory: loads this rank's shard of target and drafter onto its device."""
-    # Ray sets OMP_NUM_THREADS=1 for actors without CPUs; libraries that read it later than torch shall agree with torch.
+    # Ray sets OMP_NUM_THREADS=1 for actors without CPUs; libraries that read it after torch shall agree.
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     import torch
-    from engine.rank import EngineRank
 
     from engine.core import EngineCore
+    from engine.rank import EngineRank
 
     torch.set_num_threads(config.num_threads)
     engine_rank = EngineRank(config, rank=rank, init_method=init_method, progress=progress)

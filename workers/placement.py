@@ -17,6 +17,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from workers.gpu_worker import RankInfo
+
 Bundle = Mapping[str, float]
 _REMOVE_TIMEOUT_S = 5.0
 
@@ -133,3 +135,24 @@ def _check_bundles(bundles: Sequence[Bundle], *, device: str, num_ranks: int) ->
     for index in range(num_ranks):
         if device == "cuda" and bundles[index].get("GPU", 0.0) < 1.0:
             raise PlacementError(f"device: cuda needs a GPU in bundle {index}, which is {_show(bundles[index])}")
+
+
+def check_ranks(infos: Sequence[RankInfo], *, device: str, hostname: str) -> None:
+    """Checks, once the ranks' processes exist, that they are where they must be.
+
+    Raises:
+        PlacementError: not all on the replica's host, or a CUDA rank that has been shown no GPU.
+    """
+    hosts = {info.hostname for info in infos} | {hostname}
+    if len(hosts) > 1:
+        raise PlacementError(
+            f"the ranks and the replica must share one node, they are on {sorted(hosts)}: "
+            "use a STRICT_PACK placement group whose bundle 0 also holds the replica"
+        )
+    blind = [info.rank for info in infos if device == "cuda" and info.visible_devices == ""]
+    if blind:
+        # Actors inherit their creator's runtime_env, and Ray maps a rank's GPU through the value it finds there.
+        raise PlacementError(
+            f"device: cuda, but CUDA_VISIBLE_DEVICES is empty in ranks {blind}: they inherit it from the replica's "
+            "runtime_env. Hide the GPUs from the replica by setting os.environ in its process instead"
+        )

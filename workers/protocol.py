@@ -4,10 +4,11 @@ A frame is a big-endian uint32 length and that many bytes of one msgpack-encoded
 `MAX_FRAME_BYTES`, before they buffer it, and both refuse to send one.
 
     replica -> rank 0   AddRequest, Abort, Call, ApplySchedule, Shutdown
-    rank 0 -> replica   Hello (once, when the engine is loaded), StepMessage (one per step), Rejected, Reply, CallFailed,
-                        EngineFailed (last)
+    rank 0 -> replica   Hello (once, when the engine is loaded), StepMessage (one per step), Rejected, Reply,
+                        CallFailed, EngineFailed (last)
 
-Every accepted request gets exactly one delta with a finish_reason, aborted ones too; a rejected one gets `Rejected` instead.
+Every accepted request gets exactly one delta with a finish_reason, aborted ones too; a rejected one gets
+`Rejected` instead.
 """
 
 import enum
@@ -20,7 +21,7 @@ from engine.request import EngineRequest, TokenDelta
 from workers.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
-# A prompt of a million tokens is at most 5 MB; a step of 256 rows x 16 tokens with 20 log-probabilities each about 4 MB.
+# A prompt of a million tokens is at most 5 MB; a step of 256 rows x 16 tokens with 20 log-probabilities each, 4 MB.
 MAX_FRAME_BYTES = 16 << 20
 _LENGTH = struct.Struct(">I")
 

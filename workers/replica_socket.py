@@ -25,7 +25,7 @@ class ReplicaSocket:
         try:
             if len(os.fsencode(self.path)) >= MAX_PATH_BYTES:
                 raise ValueError(
-                    f"TMPDIR: the socket path {self.path} is not below {MAX_PATH_BYTES} bytes; choose a shorter directory"
+                    f"TMPDIR: the socket path {self.path} is not below {MAX_PATH_BYTES} bytes; choose another one"
                 )
             self._listener.bind(self.path)
             self._listener.listen(1)

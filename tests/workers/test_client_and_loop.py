@@ -38,7 +38,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self.loop.run()
-        except Exception as error:  # noqa: BLE001 - asserted on by the tests
+        except Exception as error:
             self.error = error
 
     async def tokens(self, req: EngineRequest) -> list[int]:
@@ -134,7 +134,7 @@ async def test_a_prompt_above_the_frame_limit_is_a_value_error() -> None:
         huge = EngineRequest(
             request_id="a", prompt_token_ids=(100_000,) * (protocol.MAX_FRAME_BYTES // 5 + 1), params=SamplingParams()
         )
-        with pytest.raises(ValueError, match="AddRequest: .* exceed the limit"):
+        with pytest.raises(ValueError, match=r"AddRequest: .* exceed the limit"):
             await anext(engine.client.submit(huge))
         assert await engine.tokens(request("a", 1, 2)) == [2, 3]
 
@@ -159,9 +159,9 @@ async def test_a_replica_that_does_not_read_holds_the_engine_back() -> None:
     async with running(core) as engine:
         task = asyncio.create_task(engine.tokens(request("a", 0, 1_000_000)))
         await engine.until(lambda: core.num_steps > 3)
-        time.sleep(0.3)  # noqa: ASYNC251 - the replica's event loop is blocked
+        time.sleep(0.3)
         before = core.num_steps
-        time.sleep(0.2)  # noqa: ASYNC251
+        time.sleep(0.2)
         assert core.num_steps == before < 2000, "the socket's buffer is the bound"
         assert await task == list(range(1, 1_000_001))
 
@@ -232,7 +232,7 @@ async def test_calls_run_through_the_loop() -> None:
         assert (await client.counters()).prompt_tokens == 11
         await client.check_health()
         ack = await client.apply_schedule((2, 5), {4: 7})
-        assert ack.applied and ack.version == (2, 5) and ack.schedule == {4: 7}
+        assert (ack.applied, ack.version, ack.schedule) == (True, (2, 5), {4: 7})
         with pytest.raises(ValueError, match="schedule: a batch size below 1"):
             await client.apply_schedule((2, 6), {0: 7})
         await client.check_integrity()

@@ -2,7 +2,9 @@
 
 import pytest
 
-from workers.placement import PlacementError, _check_bundles, explain_unplaced, rank_bundles
+from engine.parallel.process_identity import ProcessIdentity
+from workers.gpu_worker import RankInfo
+from workers.placement import PlacementError, _check_bundles, check_ranks, explain_unplaced, rank_bundles
 
 NODES = {"10.0.0.1": {"CPU": 4.0, "node:10.0.0.1": 1.0, "memory": 1e9}, "10.0.0.2": {"CPU": 8.0, "GPU": 2.0}}
 
@@ -44,3 +46,16 @@ def test_a_given_group_must_have_a_bundle_and_a_gpu_for_each_rank() -> None:
         _check_bundles([{"CPU": 1.0}], device="cpu", num_ranks=2)
     with pytest.raises(PlacementError, match="device: cuda needs a GPU in bundle 1"):
         _check_bundles([{"GPU": 1.0}, {"CPU": 1.0}], device="cuda", num_ranks=2)
+
+
+def test_ranks_must_share_the_replicas_host_and_see_their_gpu() -> None:
+    def info(rank: int, hostname: str, devices: str | None) -> RankInfo:
+        me = ProcessIdentity.current()
+        return RankInfo(rank=rank, process=me, hostname=hostname, visible_devices=devices, free_port=None)
+
+    check_ranks([info(0, "a", "0"), info(1, "a", "1")], device="cuda", hostname="a")
+    check_ranks([info(0, "a", "")], device="cpu", hostname="a")
+    with pytest.raises(PlacementError, match=r"must share one node, they are on \['a', 'b'\]"):
+        check_ranks([info(0, "a", None), info(1, "b", None)], device="cpu", hostname="a")
+    with pytest.raises(PlacementError, match=r"CUDA_VISIBLE_DEVICES is empty in ranks \[1\]"):
+        check_ranks([info(0, "a", "0"), info(1, "a", "")], device="cuda", hostname="a")

@@ -1,0 +1,49 @@
+"""The default factory: a toy target and its drafter at tensor parallel size 2, through Ray, equals `transformers`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from tests.reference.paged import engine_config
+from tests.reference.toy import make_drafter, make_target
+from tests.workers.ray_cluster import local_ray
+from workers.engine_group import EngineGroup
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with local_ray():
+        yield
+
+
+async def test_two_ranks_with_a_drafter_give_the_targets_greedy_tokens(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", "llama")
+    make_drafter(tmp_path / "drafter", target)
+    config = engine_config(
+        tmp_path / "target", tmp_path / "drafter", tensor_parallel_size=2, draft_len_schedule=((8, 3),),
+        draft_len_choices=(0, 3, 7), debug_checks=True,
+    )  # fmt: skip
+    prompts = [[1, 17, 40, 99, 5], [1, 8], [1, *range(30, 50)]]
+    group = await EngineGroup.start(config)
+    try:
+        got = []
+        for index, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            request = EngineRequest(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
+            got.append([token async for delta in group.client.submit(request) for token in delta.token_ids])
+        await group.client.check_integrity()
+        counters, stats = await group.client.counters(), await group.client.stats()
+    finally:
+        await group.close()
+    for prompt, tokens in zip(prompts, got, strict=True):
+        expected = target.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert tokens == expected[0, len(prompt) :].tolist()
+    assert counters.num_draft_tokens > 0
+    assert counters.generation_tokens == 3 * 24 + 2, "two tokens were the readiness request's"
+    assert stats.num_running == stats.num_waiting == 0
