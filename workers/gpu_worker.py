@@ -132,7 +132,7 @@ class GpuWorker:
                 self._lead(job)
             else:
                 self._follow(job)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the process boundary: every cause is reported
             # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the group
             # ends this process as soon as it has the cause.
             cause = f"{type(error).__name__}: {error}"[:4000]

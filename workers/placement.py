@@ -92,8 +92,8 @@ class Placement:
             return cls(group=existing, is_owned=False)
         bundles = rank_bundles(device=device, tensor_parallel_size=num_ranks, cpus_per_rank=1.0)
         # The socket to rank 0 is local: bundle 0, and with STRICT_PACK all of them, belong on this process's node.
-        here = f"node:{ray.util.get_node_ip_address()}"
-        if here in ray.cluster_resources():
+        here = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
+        if here in ray.cluster_resources():  # type: ignore[no-untyped-call]
             bundles[0][here] = 0.001
         group = placement_group(bundles, strategy="STRICT_PACK")
         placement = cls(group=group, is_owned=True)
@@ -120,7 +120,7 @@ class Placement:
 
 
 def _explain(bundles: Sequence[Bundle]) -> str:
-    nodes = {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    nodes = {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
     return explain_unplaced(bundles, nodes)
 
 
