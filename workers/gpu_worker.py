@@ -142,9 +142,15 @@ class GpuWorker:
                 self._lead(job)
             else:
                 self._follow(job)
+<<<<<<< HEAD
         except Exception as error:
             # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the
             # group ends this process as soon as it has the cause.
+=======
+        except Exception as error:  # noqa: BLE001 - the process boundary: every cause is reported
+            # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the group
+            # ends this process as soon as it has the cause.
+>>>>>>> cli
             cause = f"{type(error).__name__}: {error}"[:4000]
             details = "".join(traceback.format_exception(error))[-20000:]
             return RankExit(rank=self._rank, cause=cause, details=details, at_s=time.monotonic())
