@@ -1,9 +1,9 @@
-"""Time of all matrices of SmolLM2-135M in one pass, by rows: torch float32, torch bfloat16, the CPU kernel in both types.
+"""Time of all matrices of SmolLM2-135M in one pass, by rows: torch and the CPU kernel, float32 and bfloat16.
 
     python benchmarks/cpu_linear.py --threads 2 --rounds 15 --out cpu_linear.json
 
-The variants are interleaved round by round, so that other load on the machine hits all alike; minimum and lower quartile
-are reported.
+The variants are interleaved round by round, so that other load on the machine hits all alike; minimum and lower
+quartile are reported.
 """
 
 import argparse

@@ -12,10 +12,12 @@ from cluster.config import ClusterConfig, load_config, parse_config
 from cluster.config_sections import DeploymentSection
 from cluster.model_server import ModelServer
 from cluster.replica_engine import EngineStarter, start_engine
+from workers.placement import rank_bundles
 
 DEPLOYMENT = "ModelServer"
 _SPARE_REQUESTS = 32  # health, metrics and model lists are answered while the completions' places are taken
 _HEALTH_PERIOD_S = 2.0
+_MAX_START_ATTEMPTS = 3  # a config that cannot work should say so soon
 
 
 def build(
@@ -34,20 +36,26 @@ def build(
     """
     config = read_config(args)
     deployment = config.deployment
-    options = serve.deployment(ModelServer, name=DEPLOYMENT).options(
+    deploy = serve.deployment(
+        name=DEPLOYMENT,
         **_scale(deployment),
         max_ongoing_requests=config.engine.max_num_seqs + deployment.queue_limit + _SPARE_REQUESTS,
         max_queued_requests=-1,  # admission answers in OpenAI's form
+        max_constructor_retry_count=_MAX_START_ATTEMPTS,
         graceful_shutdown_timeout_s=deployment.drain_s,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=deployment.stall_timeout_s,
-        placement_group_bundles=bundles(config),
+        placement_group_bundles=rank_bundles(
+            device=config.engine.device,
+            tensor_parallel_size=config.engine.tensor_parallel_size,
+            cpus_per_rank=deployment.cpus,
+        ),
         placement_group_strategy="STRICT_PACK",
         # The ranks own the CPUs and GPUs of the group; the replica lives beside rank 0 and must not see a GPU.
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}},
         user_config=live_values(config),
     )
-    return options.bind(without_live_values(config), starter)
+    return deploy(ModelServer).bind(without_live_values(config), starter)
 
 
 def read_config(args: str | Path | Mapping[str, Any] | ClusterConfig) -> ClusterConfig:
@@ -59,14 +67,6 @@ def read_config(args: str | Path | Mapping[str, Any] | ClusterConfig) -> Cluster
     if set(args) == {"config"}:
         return load_config(args["config"])
     return parse_config(dict(args), base_dir=Path.cwd(), where="args")
-
-
-def bundles(config: ClusterConfig) -> list[dict[str, float]]:
-    """The placement group of one replica: bundle i is rank i's."""
-    bundle: dict[str, float] = {"CPU": config.deployment.cpus}
-    if config.engine.device == "cuda":
-        bundle["GPU"] = 1
-    return [dict(bundle) for _ in range(config.engine.tensor_parallel_size)]
 
 
 def live_values(config: ClusterConfig) -> dict[str, Any]:

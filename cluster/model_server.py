@@ -37,7 +37,7 @@ class ModelServer:
         starter: makes the engine; the default starts the rank actors.
     """
 
-    async def __init__(self, config: dict[str, Any], starter: EngineStarter = start_engine) -> None:
+    async def __init__(self, config: dict[str, Any], starter: EngineStarter = start_engine) -> None:  # type: ignore[misc]
         self._config = ClusterConfig.model_validate(config)
         deployment = self._config.deployment
         self._admission = Admission(max_num_seqs=self._config.engine.max_num_seqs, queue_limit=deployment.queue_limit)
@@ -49,7 +49,7 @@ class ModelServer:
         self._num_schedules = 0
         self._engine = await starter(self._config)
         self._schedule = self._engine.static_schedule
-        self._death: str | None = None
+        self._is_dead = False
         self._watch = asyncio.get_running_loop().create_task(self._end_with_engine())
         self._admission.state = ReplicaState.READY
 
@@ -95,16 +95,17 @@ class ModelServer:
 
     async def check_health(self) -> None:
         """Called by Serve. Raises if the engine is dead or its loop does not answer."""
-        if self._death is not None:
-            raise RuntimeError(self._death)
+        if self._is_dead:
+            raise RuntimeError("the engine is dead; its root cause is in this replica's log")
         async with asyncio.timeout(self._config.deployment.stall_timeout_s):
             await self._engine.group.client.check_health()
 
     async def _end_with_engine(self) -> None:
         """Wait for the engine's death, let open requests be answered, then end this process."""
-        self._death = await self._engine.group.wait_dead()
+        await self._engine.group.wait_dead()  # the group has logged the cause
+        self._is_dead = True
         self._admission.state = ReplicaState.DEAD
-        logger.critical("The engine is dead, this replica ends: %s", self._death)
+        logger.warning("This replica ends, as its engine is dead.")
         await asyncio.sleep(EXIT_GRACE_S)
         os._exit(1)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, in_config_terms
 from cluster.openai.generation import Engine
 from engine.tokenizer import Tokenizer
 
@@ -71,7 +71,10 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
     from engine.config.resolve import resolve_engine_config
     from workers.engine_group import EngineGroup
 
-    engine_config = await asyncio.to_thread(lambda: resolve_engine_config(**config.engine_arguments()))
+    try:
+        engine_config = await asyncio.to_thread(lambda: resolve_engine_config(**config.engine_arguments()))
+    except ValueError as error:
+        raise ValueError(in_config_terms(str(error))) from error
     tokenizer = await asyncio.to_thread(
         lambda: Tokenizer.load(engine_config.model_dir, chat_template=config.model.chat_template)
     )

@@ -3,8 +3,8 @@
 Owns the host side of every request from arrival to its last delta. Knows no torch, no text and no transport. It is not
 thread-safe: every method is called from the loop's thread, between two steps.
 
-Pipeline. At depth 0 a step is launched and read. At depth 1 step N+1 is launched before step N is read, so the device never
-waits for the host; a sequence that ended in step N is then a no-op row of step N+1.
+Pipeline. At depth 0 a step is launched and read. At depth 1 step N+1 is launched before step N is read, so the device
+never waits for the host; a sequence that ended in step N is then a no-op row of step N+1.
 """
 
 import logging
@@ -70,8 +70,8 @@ class EngineCore:
     ) -> None:
         if config.max_num_batched_tokens < config.max_draft_len + 1:
             raise ValueError(
-                f"max_num_batched_tokens: {config.max_num_batched_tokens} is less than one row's verify, max_draft_len + 1 "
-                f"= {config.max_draft_len + 1}"
+                f"max_num_batched_tokens: {config.max_num_batched_tokens} is less than one row's verify, max_draft_len "
+                f"+ 1 = {config.max_draft_len + 1}"
             )
         self._config = config
         self._runner = runner
@@ -99,14 +99,14 @@ class EngineCore:
         self._next_step_id = 0
         self._rng = random.Random()  # seeds of requests that named none
 
-    # ------------------------------------------------------------------------------------------------------ requests
+    # ---------------------------------------------------------------------------------------- requests
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Its first tokens come from a later `step`.
 
         Raises:
-            ValueError: names the field: id in use, empty prompt, token id outside the vocabulary, n above 1, or a length
-                that can never fit.
+            ValueError: names the field: id in use, empty prompt, token id outside the vocabulary, n above 1, or a
+                length that can never fit.
         """
         if request.request_id in self._sequences:
             raise ValueError(f"request_id: {request.request_id!r} is in use by an unfinished request")
@@ -147,8 +147,7 @@ class EngineCore:
                 f"{config.max_model_len}; ask for at most {room} tokens"
             )
         max_len = prompt_len + (room if params.max_tokens is None else params.max_tokens)
-        if max_len <= prompt_len:
-            raise ValueError(f"max_tokens: must be at least 1, got {params.max_tokens}")
+        assert max_len > prompt_len, "SamplingParams admits no max_tokens below 1"
         num_blocks = -(-(max_len + config.lookahead) // config.block_size)
         if num_blocks > self._kv.pool.num_total:
             fits = self._kv.pool.num_total * config.block_size - config.lookahead - prompt_len
@@ -175,10 +174,10 @@ class EngineCore:
         """Something is waiting, running, in flight, or to be handed out."""
         return bool(self._sequences or self._in_flight or self._deltas)
 
-    # ------------------------------------------------------------------------------------------------------ the loop
+    # ---------------------------------------------------------------------------------------- the loop
 
     def step(self) -> list[TokenDelta]:
-        """One scheduler step: launches at most one step, reads what the pipeline's depth demands, returns the deltas."""
+        """Launches at most one step, reads what the pipeline's depth demands, returns the deltas."""
         launched = self._launch()
         assert launched or self._in_flight or not self._sequences, "requests wait, but no step can be planned"
         depth = self._config.pipeline_depth if launched else 0
@@ -255,13 +254,13 @@ class EngineCore:
                 self._gate.record_acceptance_rate(rate, result.step_id)
 
     def _read_row(self, seq: Sequence, row: RowResult, *, is_decode_step: bool) -> tuple[int, int] | None:
-        """One row's tokens. Returns (drafted, accepted) as counted; None for a row whose request has ended meanwhile."""
-        assert row.slot == seq.slot and row.generation == seq.generation, f"{row} is not a result of {seq}"
+        """One row's tokens. Returns (drafted, accepted) as counted; None when the request has ended meanwhile."""
+        assert (row.slot, row.generation) == (seq.slot, seq.generation), f"{row} is not a result of {seq}"
         if seq.state is not SequenceState.RUNNING:
             return None
         token_ids = row.token_ids
         num_tokens = len(token_ids)
-        assert 0 < num_tokens <= row.num_accepted + 1 and row.num_accepted <= row.num_drafted, f"{row} of {seq}"
+        assert 0 < num_tokens <= row.num_accepted + 1 <= row.num_drafted + 1, f"{row} of {seq}"
         drafted, accepted = drafts_at_risk(
             num_tokens=num_tokens, num_drafted=row.num_drafted, num_accepted=row.num_accepted
         )
@@ -307,7 +306,7 @@ class EngineCore:
         del self._sequences[seq.request_id]
         self._counters.finished[finish_reason] += 1
 
-    # ------------------------------------------------------------------------------------------------------ speculation
+    # ---------------------------------------------------------------------------------------- speculation
 
     def _draft_len_for(self, batch_size: int) -> int:
         """K in force for a batch size: the schedule's, 0 once the gate has tripped."""
@@ -316,8 +315,8 @@ class EngineCore:
         return self._schedule.draft_len(batch_size)
 
     def apply_schedule(self, version: Version, schedule: Mapping[int, int]) -> ScheduleAck:
-        """Puts a newer schedule in force from the next planned step on. Steps in flight keep their own K, and blocks were
-        reserved for it, so the pipeline need not be empty.
+        """Puts a newer schedule in force from the next planned step on. Steps in flight keep their own K, and
+        blocks were reserved for it, so the pipeline need not be empty.
 
         Raises:
             ValueError: an entry no schedule may have.
@@ -329,8 +328,8 @@ class EngineCore:
         if applied:
             if self._gate is not None and self._schedule_version == (0, 0):
                 logger.warning(
-                    "The speculation gate (threshold %s) is on together with live draft-length schedules: the acceptance "
-                    "rate falls when the draft length rises, so a longer schedule can trip the gate for good",
+                    "The speculation gate (threshold %s) is on together with live draft-length schedules: the "
+                    "acceptance rate falls when the draft length rises, so a longer schedule can trip the gate",
                     self._gate.threshold,
                 )
             self._schedule, self._schedule_version = live, version
@@ -350,7 +349,7 @@ class EngineCore:
         """Forgets all cached prefixes; running requests keep their blocks. Makes a measurement start cold."""
         self._kv.pool.drop_cache()
 
-    # ------------------------------------------------------------------------------------------------------ views
+    # ---------------------------------------------------------------------------------------- views
 
     def counters(self) -> CounterSnapshot:
         """Cumulative counts of everything read so far."""

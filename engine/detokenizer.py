@@ -15,8 +15,8 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 class Detokenizer:
     """Incremental decoding of one sequence.
 
-    The pieces `feed` returns plus the last one of `flush` make up the decoded output, as a continuation of the prompt. If
-    the prompt's ids end inside a character, the character that the output completes belongs to the output.
+    The pieces `feed` returns plus the last one of `flush` make up the decoded output, as a continuation of the prompt.
+    If the prompt's ids end inside a character, the character that the output completes belongs to the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -59,7 +59,8 @@ class Detokenizer:
         except Exception as error:  # the library raises no narrower type
             if _INVALID_PREFIX not in str(error):
                 raise
-        # Decoding context and new ids together no longer begins with the context's text: start afresh at the pending ids.
+        # Decoding context and new ids together no longer begins with the context's text: start afresh at the pending
+        # ids.
         self._stream = self._new_stream([])
         return "".join(self._stream.step(self._tokenizer.backend, pending) or "" for pending in self._pending)
 

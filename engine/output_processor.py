@@ -13,13 +13,14 @@ from engine.tokenizer import Tokenizer
 class RequestState:
     """Front-end state of one sequence, from its first delta to its last.
 
-    Stop strings. The one whose last character comes first ends the request (of two that end together, the longer), wherever
-    it lies: across tokens, steps, or inside an accepted block. Ids after the completing one are dropped with their text and
-    log-probabilities. Like stop ids, stop strings do not count while the sequence has no more than min_tokens tokens, the
-    completing one included. The text of a stop id is left out unless include_stop_str_in_output; the id itself is kept.
+    Stop strings. The one whose last character comes first ends the request (of two that end together, the longer),
+    wherever it lies: across tokens, steps, or inside an accepted block. Ids after the completing one are dropped with
+    their text and log-probabilities. Like stop ids, stop strings do not count while the sequence has no more than
+    min_tokens tokens, the completing one included. The text of a stop id is left out unless include_stop_str_in_output;
+    the id itself is kept.
 
-    Acceptance statistics. Where a stop string cuts a block to m of its tokens, those m were accepted drafts, and the step
-    counts as m at risk and m accepted, exactly as a stop id on the device counts.
+    Acceptance statistics. Where a stop string cuts a block to m of its tokens, those m were accepted drafts, and the
+    step counts as m at risk and m accepted, exactly as a stop id on the device counts.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class RequestState:
         *,
         num_spec_tokens: int = 0,
     ) -> None:
-        """`tokenizer` may be None only with params.detokenize False. num_spec_tokens: the engine's largest draft length."""
+        """`tokenizer` may be None if params.detokenize is False. num_spec_tokens: the engine's largest draft length."""
         self.request_id = request_id
         self.params = params
         self.num_prompt_tokens = len(prompt_token_ids)

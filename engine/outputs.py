@@ -10,8 +10,8 @@ class SpecStats:
     """Acceptance of one request, the object vLLM calls `metrics.speculative_decoding`.
 
     num_spec_steps: decode steps that verified at least one draft.
-    num_draft_tokens / num_accepted_draft_tokens: drafts at risk in those steps, and those accepted. A block that a stop or
-        a limit cuts short is at risk up to the cut.
+    num_draft_tokens / num_accepted_draft_tokens: drafts at risk in those steps, and those accepted. A block that a stop
+        or a limit cuts short is at risk up to the cut.
     acceptance_histogram: entry i counts the steps that accepted i drafts; num_spec_tokens + 1 entries. Their sum is
         num_spec_steps and their weighted sum num_accepted_draft_tokens.
     mean_acceptance_length: tokens per such step, 1 + accepted / steps. draft_acceptance_rate: accepted / drafted.
@@ -45,7 +45,8 @@ class OutputChunk:
     text: new text, never half a character nor the beginning of what may become a stop string.
     token_ids: new ids, without those a stop string cut off; they may be ahead of the text.
     logprobs: one entry per id, or None where not asked for.
-    finish_reason: None, "stop", "length", "abort" or "error"; stop_reason: the stop string or id, None at end of sequence.
+    finish_reason: None, "stop", "length", "abort" or "error"; stop_reason: the stop string or id, None at end of
+    sequence.
     abort: the text ended the request but the engine does not know: tell it to abort.
     error: message for the client when finish_reason is "error".
     """
@@ -61,7 +62,7 @@ class OutputChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
-    """One finished or running sequence of a request. cumulative_logprob: the sum over token_ids, None without logprobs."""
+    """One sequence of a request. cumulative_logprob: the sum over token_ids, None without logprobs."""
 
     index: int
     text: str

@@ -22,8 +22,8 @@ _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to decode one request.
 
-    `stop` and `stop_token_ids` may be given as a list (and `stop` as one string); they are kept as tuples. Filters apply
-    in the order temperature, min_p, top_k, top_p. seed None: the engine picks one per request.
+    `stop` and `stop_token_ids` may be given as a list (and `stop` as one string); they are kept as tuples. Filters
+    apply in the order temperature, min_p, top_k, top_p. seed None: the engine picks one per request.
 
     Raises:
         ValueError: a value out of range (the message starts with the field's name), or an option this engine does not
@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         temperature = _check_float("temperature", self.temperature, low=0.0)
         if 0.0 < temperature < MIN_TEMPERATURE:
             raise ValueError(
-                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {temperature!r}; use 0 for greedy."
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {temperature!r}; use 0."
             )
         if _check_float("top_p", self.top_p, low=0.0, high=1.0) == 0.0:
             raise ValueError("top_p must be greater than 0 and at most 1, got 0; use temperature=0 for greedy.")

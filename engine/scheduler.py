@@ -1,7 +1,8 @@
 """`Scheduler`: which sequences take part in the next step, and with what.
 
-GUARD RAIL. This file decides order, budget and preemption for sequences of tokens, and nothing else. It knows no torch, no
-sampling, no text, no HTTP, no model family. A feature that needs a branch here gets its own file instead. At most 400 lines.
+GUARD RAIL. This file decides order, budget and preemption for sequences of tokens, and nothing else. It knows no torch,
+no sampling, no text, no HTTP, no model family. A feature that needs a branch here gets its own file instead. At most
+400 lines.
 
 One step, one token budget (max_num_batched_tokens):
 
@@ -9,12 +10,13 @@ One step, one token budget (max_num_batched_tokens):
     2. prefill chunks of admitted sequences          in admission order
     3. admissions from the waiting queue             first come, first served; a head that does not fit blocks the rest
 
-Admission is first come, first served and preemption takes the latest first, so the running sequences are always the oldest
-ones. The oldest can take every block from the others, and by the check at arrival it fits into the pool alone: it always
-progresses, so nothing starves. A sequence that finds no blocks without preempting an older one waits and keeps its own.
+Admission is first come, first served and preemption takes the latest first, so the running sequences are always the
+oldest ones. The oldest can take every block from the others, and by the check at arrival it fits into the pool alone:
+it always progresses, so nothing starves. A sequence that finds no blocks without preempting an older one waits and
+keeps its own.
 
-Steps may be in flight while the next is planned. What they did is bounded (`_slots_needed`), and blocks are owned for the
-bound before the step is launched. Preemption needs exact progress, so it needs an empty pipeline.
+Steps may be in flight while the next is planned. What they did is bounded (`_slots_needed`), and blocks are owned for
+the bound before the step is launched. Preemption needs exact progress, so it needs an empty pipeline.
 """
 
 from collections import deque
@@ -90,15 +92,18 @@ class Scheduler:
         self.num_hit_tokens = 0
         self.draft_len = 0  # K of the last planned step with sampling rows
 
-    # ------------------------------------------------------------------------------------------------------ queues
+    # ---------------------------------------------------------------------------------------- queues
 
     def add(self, seq: Sequence) -> None:
         """Puts a new sequence at the end of the queue."""
         self.waiting.append(seq)
 
     def finish(self, seq: Sequence) -> None:
-        """Takes a sequence out, wherever it is. Blocks return at once: the device runs steps in launch order, so one that
-        reuses a block comes after every step that still touches it. The slot returns when no step in flight names it."""
+        """Takes a sequence out, wherever it is.
+
+        Blocks return at once: the device runs steps in launch order, so one that reuses a block comes after every step
+        that still touches it. The slot returns when no step in flight names it.
+        """
         assert seq.state is not SequenceState.FINISHED, seq
         if seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)
@@ -118,7 +123,7 @@ class Scheduler:
             self._draining.remove(seq)
             self._free_slots.append(seq.slot)
 
-    # ------------------------------------------------------------------------------------------------------ one step
+    # ---------------------------------------------------------------------------------------- one step
 
     def schedule(self, *, step_id: int, may_preempt: bool) -> ScheduledStep | None:
         """Plans a step; None when no sequence can take part in one.
@@ -166,7 +171,7 @@ class Scheduler:
         return seq.launched_len + self._num_steps_ahead * (verify_len + 1) + self._lookahead
 
     def _continue_prefills(self, draft: _Draft) -> bool:
-        """Chunks of admitted sequences. True: one of them still waits for budget or blocks, so nobody new is admitted."""
+        """Chunks of admitted sequences. True: one of them waits for budget or blocks, so nobody new is admitted."""
         for seq in [seq for seq in self.running.values() if not seq.is_decoding]:
             if seq.state is not SequenceState.RUNNING:  # preempted by an older one just now
                 return True
@@ -214,10 +219,10 @@ class Scheduler:
         draft.budget -= num_tokens
         return True
 
-    # ------------------------------------------------------------------------------------------------------ blocks
+    # ---------------------------------------------------------------------------------------- blocks
 
     def _own(self, draft: _Draft, seq: Sequence, num_slots: int) -> bool:
-        """Makes the sequence own positions 0 .. num_slots-1, preempting later ones if it must. False: it has to wait."""
+        """Makes the sequence own positions 0 .. num_slots-1, preempting later ones. False: it has to wait."""
         num_missing = self._kv.num_missing(seq, num_slots)
         if num_missing <= 0:
             return True
@@ -243,7 +248,7 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
-    # ------------------------------------------------------------------------------------------------------ the plan
+    # ---------------------------------------------------------------------------------------- the plan
 
     def _finish_plan(self, draft: _Draft, verify_cap: int, step_id: int) -> ScheduledStep:
         """Turns the chosen rows into a plan and moves their progress to "launched"."""
@@ -296,7 +301,7 @@ class Scheduler:
             updates.append(BlockTableUpdate(slot=seq.slot, first_index=first, block_ids=block_ids))
             seq.num_sent_blocks = len(seq.block_ids)
 
-    # ------------------------------------------------------------------------------------------------------ checks
+    # ---------------------------------------------------------------------------------------- checks
 
     def check_integrity(self) -> None:
         """Slots and blocks against their owners. The pipeline must be empty.

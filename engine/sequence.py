@@ -109,7 +109,8 @@ class Sequence:
 
     def take_slot(self, *, slot: int, generation: int, hit_block_ids: list[int], hit_len: int) -> None:
         """Admission: WAITING -> RUNNING on `slot`, with the prefix hit as the head of the block table."""
-        assert self.state is SequenceState.WAITING and self.num_in_flight == 0, self
+        assert self.state is SequenceState.WAITING, self
+        assert self.num_in_flight == 0, self
         self.state = SequenceState.RUNNING
         self.slot = slot
         self.generation = generation

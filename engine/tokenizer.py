@@ -56,7 +56,8 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        return self.hf_tokenizer.eos_token_id
+        token_id = self.hf_tokenizer.eos_token_id
+        return None if token_id is None else int(token_id)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -107,7 +108,7 @@ class Tokenizer:
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt cannot both be true; set one to false.")
         try:
-            return self.hf_tokenizer.apply_chat_template(
+            rendered = self.hf_tokenizer.apply_chat_template(
                 [_plain_message(message, index) for index, message in enumerate(messages)],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -118,6 +119,7 @@ class Tokenizer:
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"messages: the chat template refused them: {error}") from error
+        return str(rendered)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Prompt ids of a conversation; options and errors as in `render_chat`."""

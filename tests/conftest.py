@@ -21,6 +21,13 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 RAY_OBJECT_STORE_BYTES = 100 * 1024 * 1024
 
 
+def find_free_port() -> int:
+    """A port that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The checkout."""
@@ -51,9 +58,13 @@ def smollm2_drafter_dir() -> Path:
 @pytest.fixture
 def free_port() -> int:
     """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return find_free_port()
+
+
+@pytest.fixture(scope="module")
+def free_port_of_module() -> int:
+    """A port for a server that a module's tests share."""
+    return find_free_port()
 
 
 @pytest.fixture(scope="session")

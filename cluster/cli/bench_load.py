@@ -82,10 +82,14 @@ def prompts_from_json(data: object, *, subset: str | None) -> list[str]:
         raise ValueError("--subset: the prompt file is a plain list without named sets; leave the option out")
     if not isinstance(data, list) or not data:
         raise ValueError("the prompt file must hold a non-empty list of prompts, or an object of such lists")
-    prompts = [item.get("prompt") if isinstance(item, dict) else item for item in data]
-    wrong = next((i for i, prompt in enumerate(prompts) if not isinstance(prompt, str) or not prompt), None)
-    if wrong is not None:
-        raise ValueError(f"prompt {wrong} of the prompt file is neither a text nor an object with a text under prompt")
+    prompts: list[str] = []
+    for index, item in enumerate(data):
+        prompt = item.get("prompt") if isinstance(item, dict) else item
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(
+                f"prompt {index} of the prompt file is neither a text nor an object with a text under prompt"
+            )
+        prompts.append(prompt)
     return prompts
 
 

@@ -138,8 +138,8 @@ def summarise(records: Sequence[RequestRecord]) -> Summary:
 
 _ROWS = (
     ("ttft_s", "first token (ms)", 1e3),
-    ("inter_token_s", "between events (ms)", 1e3),
-    ("tpot_s", "per output token (ms)", 1e3),
+    ("inter_token_s", "between texts (ms)", 1e3),
+    ("tpot_s", "per token (ms)", 1e3),
     ("latency_s", "whole request (ms)", 1e3),
     ("tokens_per_s_user", "tokens/s/user", 1.0),
     ("acceptance_length_per_request", "acceptance length", 1.0),
@@ -149,15 +149,20 @@ _ROWS = (
 def as_table(summary: Summary) -> Table:
     """The distributions as a rich table."""
     table = Table(title=None)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in ("mean", *(f"p{p}" for p in PERCENTILES), "max"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name, label, scale in _ROWS:
         found = summary.distributions.get(name)
         if found is not None:
             values = (found.mean, *found.percentiles.values(), found.max)
-            table.add_row(label, *(f"{value * scale:.2f}" for value in values))
+            table.add_row(label, *(_figure(value * scale) for value in values))
     return table
+
+
+def _figure(value: float) -> str:
+    """Four significant digits or so: no decimals from 1,000 on."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def headline(summary: Summary) -> str:

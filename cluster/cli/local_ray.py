@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
@@ -57,7 +58,7 @@ def start(*, num_cpus: int, dashboard: bool, verbose: bool) -> None:
         include_dashboard=dashboard,
         object_store_memory=_OBJECT_STORE_BYTES,
         log_to_driver=verbose,
-        logging_level="info" if verbose else "error",
+        logging_level=logging.INFO if verbose else logging.ERROR,
     )
 
 
@@ -70,7 +71,7 @@ def connect(address: str, *, verbose: bool) -> None:
     import ray
 
     try:
-        ray.init(address=address, log_to_driver=verbose, logging_level="info" if verbose else "error")
+        ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         raise ValueError(f"--address: cannot connect to Ray at {address!r}: {error}") from error
 

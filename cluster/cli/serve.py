@@ -20,9 +20,10 @@ from cluster.cli.console import BAD_USAGE, FAILED, fail, stderr, user_errors
 from cluster.cli.deployment_watch import StartFailedError, look, wait_until_running
 from cluster.config import ClusterConfig, ConfigError, in_config_terms, load_config
 
-# A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the teardown the rest.
-STOP_LIMIT_S = 28.0
-MAX_DRAIN_S = 22.0
+# A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the teardown of Ray the rest, and
+# what still runs then is ended the hard way.
+DRAIN_LIMIT_S = 24.0
+STOP_LIMIT_S = 29.0
 _HEALTH_TIMEOUT_S = 60.0
 _WATCH_S = 2.0
 
@@ -210,16 +211,20 @@ class _Server:
         if not ray.is_initialized():
             return
         if graceful and self._app_started:
-            drain_s = min(self._config.deployment.drain_s, MAX_DRAIN_S)
+            drain_s = min(self._config.deployment.drain_s, DRAIN_LIMIT_S)
             self._console.print(
                 f"stopping; requests in progress get up to {drain_s:g} s. Ctrl-C again ends at once.", markup=False
             )
+        last_resort = threading.Timer(STOP_LIMIT_S, local_ray.end_at_once)
+        last_resort.daemon = True
+        last_resort.start()
         worker = threading.Thread(target=self._stop_serve, name="stop", daemon=True)
         worker.start()
-        worker.join(timeout=STOP_LIMIT_S if graceful else STOP_LIMIT_S / 4)
-        if worker.is_alive():
+        worker.join(timeout=DRAIN_LIMIT_S if graceful else DRAIN_LIMIT_S / 4)
+        if worker.is_alive() and graceful:
             self._console.print("some requests did not end in time and were cut off", style="yellow")
         ray.shutdown()
+        last_resort.cancel()
         self._console.print("stopped")
 
     def _stop_serve(self) -> None:

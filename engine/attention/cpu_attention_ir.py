@@ -1,9 +1,9 @@
 """LLVM IR of paged attention on the CPU, for query rows that each see the first `visible` positions of their sequence.
 
-A unit of work is a few neighbouring query rows of one sequence with one KV head, G query heads each: M = rows * G queries
-that read the same K and V. Scores of all positions, softmax, weighted sum of V, all in float32 with one rounding at the
-end. For a query, each sum runs in an order fixed by the positions alone, and positions past its own `visible` add exact
-zeros: its result depends neither on the rows beside it nor on padding.
+A unit of work is a few neighbouring query rows of one sequence with one KV head, G query heads each: M = rows * G
+queries that read the same K and V. Scores of all positions, softmax, weighted sum of V, all in float32 with one
+rounding at the end. For a query, each sum runs in an order fixed by the positions alone, and positions past its own
+`visible` add exact zeros: its result depends neither on the rows beside it nor on padding.
 """
 
 from llvmlite import ir  # type: ignore[import-untyped]  # the package has no type stubs

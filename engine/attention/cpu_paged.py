@@ -7,7 +7,6 @@ Shapes: N rows, n rows of a group, R sequences, h heads, D head size.
 import ctypes
 import functools
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from engine.attention.context import AttentionContext, AttentionGroup
 from engine.attention.cpu_job import Word, score_stride, scratch_floats
 from engine.attention.reference import paged_attention
 from engine.layers.cpu_jit import KERNEL_DTYPES, JobKernel, compile_ir, unavailable_reason
+from engine.layers.cpu_rows import float_bits
 from engine.layers.cpu_tile_ir import WeightType
 
 QUERIES_PER_UNIT = 16  # K and V are widened once for so many queries; more would leave threads without work
@@ -49,7 +49,8 @@ def cpu_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: At
     suited = q_NhD.device.type == "cpu" and q_NhD.dtype in KERNEL_DTYPES and D % 8 == 0
     if not suited or unavailable_reason() is not None:
         return paged_attention(q_NhD, k_cache, v_cache, ctx)
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
     assert k_cache.dtype == v_cache.dtype == q_NhD.dtype
     if q_NhD.stride(2) != 1 or q_NhD.stride(1) != D:
         q_NhD = q_NhD.contiguous()
@@ -80,7 +81,9 @@ def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:
     kv_lens = group.kv_len_R.tolist()
     most_visible = max(kv_lens)
     table_RB = group.block_table_RB.contiguous()
-    assert table_RB.shape[0] == R and table_RB.shape[1] * block_size >= most_visible and min(kv_lens) >= 1
+    assert table_RB.shape[0] == R
+    assert table_RB.shape[1] * block_size >= most_visible
+    assert min(kv_lens) >= 1
     units, visible = _units(group, kv_lens, max(1, QUERIES_PER_UNIT // G))
     units_U3 = torch.tensor(units, dtype=torch.int64)
     visible_n = torch.tensor(visible, dtype=torch.int64)
@@ -96,7 +99,7 @@ def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:
     job[Word.VISIBLE] = visible_n.data_ptr()
     job[Word.SCRATCH], job[Word.SCRATCH_STRIDE] = scratch.data_ptr(), scratch.shape[1]
     job[Word.MAX_QUERIES], job[Word.SCORE_STRIDE] = max_queries, score_stride(most_visible)
-    job[Word.SCALE] = struct.unpack("I", struct.pack("f", 1.0 / math.sqrt(D)))[0]
+    job[Word.SCALE] = float_bits(1.0 / math.sqrt(D))
     return _Plan(job=job, threads=threads, kept=(table_RB, units_U3, visible_n, scratch))
 
 

@@ -6,8 +6,8 @@ Every block but the null block 0 is in exactly one of three places:
     cached    no owner, has a prefix key              taken when nothing is free, least recently released first
     owned     reference count >= 1 (> 1: shared)      may have a key as well
 
-Both models share a block id (the drafter's layers are further layers of the same cache), so a cached block always carries
-its draft K/V.
+Both models share a block id (the drafter's layers are further layers of the same cache), so a cached block always
+carries its draft K/V.
 """
 
 
@@ -91,7 +91,8 @@ class BlockPool:
 
     def put_key(self, block_id: int, key: bytes) -> None:
         """Enters an owned, full block into the prefix cache. The first block with a key keeps it."""
-        assert self._num_refs[block_id] > 0 and self._key_of[block_id] is None, f"block {block_id} cannot take a key"
+        assert self._num_refs[block_id] > 0, f"block {block_id} takes a key but has no owner"
+        assert self._key_of[block_id] is None, f"block {block_id} has a key already"
         if key not in self._block_of:
             self._block_of[key] = block_id
             self._key_of[block_id] = key

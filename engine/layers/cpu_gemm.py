@@ -82,14 +82,17 @@ class PackedMatrix:
     """A weight in the kernel's layout and how to multiply by it. Holds its own copy of weight and bias."""
 
     def __init__(self, weight_OK: Tensor, bias_O: Tensor | None, *, out_dtype: torch.dtype, threads: int) -> None:
-        assert weight_OK.dtype in KERNEL_DTYPES and out_dtype in KERNEL_DTYPES and threads >= 1
+        assert weight_OK.dtype in KERNEL_DTYPES
+        assert out_dtype in KERNEL_DTYPES
+        assert threads >= 1
         self.o, self.k = weight_OK.shape
         self.in_dtype, self.out_dtype = weight_OK.dtype, out_dtype
         self.packed = pack_weight(weight_OK)
         self._bias = torch.zeros(self.packed.shape[0] * PANEL, dtype=torch.float32)
         if bias_O is not None:
             self._bias[: self.o] = bias_O.detach()
-        assert self.packed.data_ptr() % _ALIGN == 0 and self._bias.data_ptr() % _ALIGN == 0
+        assert self.packed.data_ptr() % _ALIGN == 0
+        assert self._bias.data_ptr() % _ALIGN == 0
         self._layer = _Layer(
             self.packed.data_ptr(),
             self._bias.data_ptr(),

@@ -130,16 +130,28 @@ class Kernel:
         return self.b.bitcast(wide, V8F)
 
     def store8(self, value: Value, base: Value, index: Value, kind: WeightType) -> None:
-        """Stores eight float32, rounded to nearest even for bfloat16 (NaN becomes the quiet NaN)."""
+        """Stores eight float32, rounded to the kind."""
         if kind == "float32":
             self.b.store(value, self.at(base, index, F32), align=4)
             return
-        b, const = self.b, lambda n: ir.Constant(V8I, [n] * LANES)
+        high = self.b.lshr(self._rounded_bits(value), ir.Constant(V8I, [16] * LANES))
+        self.b.store(self.b.trunc(high, V8H), self.at(base, index, I16), align=2)
+
+    def rounded(self, value: Value, kind: WeightType) -> Value:
+        """Eight float32 rounded to the kind's precision."""
+        return value if kind == "float32" else self.b.bitcast(self._rounded_bits(value), V8F)
+
+    def _rounded_bits(self, value: Value) -> Value:
+        """Bits of the nearest bfloat16, lower half 0; ties to even, NaN becomes the quiet NaN."""
+        b = self.b
+
+        def const(n: int) -> Value:
+            return ir.Constant(V8I, [n] * LANES)
+
         bits = b.bitcast(value, V8I)
         odd = b.and_(b.lshr(bits, const(16)), const(1))
-        rounded = b.lshr(b.add(bits, b.add(odd, const(0x7FFF))), const(16))
-        safe = b.select(b.fcmp_unordered("uno", value, value), const(0x7FC0), rounded)
-        b.store(b.trunc(safe, V8H), self.at(base, index, I16), align=2)
+        near = b.and_(b.add(bits, b.add(odd, const(0x7FFF))), const(0xFFFF0000))
+        return b.select(b.fcmp_unordered("uno", value, value), const(0x7FC00000), near)
 
     def shuffled(self, a: Value, c: Value, lanes: list[int]) -> Value:
         return self.b.shuffle_vector(a, c, ir.Constant(V8I, lanes))

@@ -24,7 +24,7 @@ CHOICE_VARIABLE = "DFLASH_CPU_KERNELS"
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """None if the kernels can be used and are the better choice here, else why not. Decided and logged once per process.
+    """None if the kernels can be used and are the better choice here, else why not. Decided and logged once a process.
 
     The environment variable DFLASH_CPU_KERNELS overrides the choice: `torch`, or `llvm` (ValueError if it cannot be).
     """

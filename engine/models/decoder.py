@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.attention.context import Attention, AttentionContext
+from engine.layers.cpu_rows import RowKernels, row_kernels
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import rotate
@@ -46,7 +47,7 @@ class DecoderLayer(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = heads.num_heads, heads.num_kv_heads, D
         self.mlp_size, self.eps = spec.mlp.size, spec.eps
         self.tp, self.attention = tp, attention
-        options = {"dtype": spec.dtype, "device": spec.device}
+        self.suits_kernels = RowKernels.suit(hidden_size=H, mlp_size=spec.mlp.size, head_dim=D)
         self.input_norm = RMSNorm(H, eps=spec.eps, dtype=spec.dtype, device=spec.device)
         self.qkv = Linear(
             H,
@@ -60,7 +61,9 @@ class DecoderLayer(nn.Module):
         self.gate_up = Linear(H, 2 * spec.mlp.size, dtype=spec.dtype, device=spec.device)
         self.down = Linear(spec.mlp.size, H, dtype=spec.dtype, device=spec.device)
         self.qk_norm_weight = (
-            nn.Parameter(torch.ones(heads.num_heads + heads.num_kv_heads, D, **options), False)
+            nn.Parameter(
+                torch.ones(heads.num_heads + heads.num_kv_heads, D, dtype=spec.dtype, device=spec.device), False
+            )
             if spec.qk_norm
             else None
         )
@@ -69,12 +72,15 @@ class DecoderLayer(nn.Module):
         self, x_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, ctx: AttentionContext, kv: tuple[Tensor, Tensor]
     ) -> Tensor:
         """The residual stream after the layer; the rows' K/V are written at ctx.slot_mapping_N. x_NH is kept."""
+        kernels = row_kernels(x_NH.dtype) if self.suits_kernels and x_NH.device.type == "cpu" else None
+        if kernels is not None:
+            return self._forward_compiled(kernels, x_NH, (cos_N1D, sin_N1D), ctx, kv)
         h, g, D = self.num_heads, self.num_kv_heads, self.head_dim
         k_cache, v_cache = kv
         qkv = self.qkv.forward(self.input_norm.forward(x_NH)).view(-1, h + 2 * g, D)
         qk = qkv[:, : h + g]
         if self.qk_norm_weight is not None:
-            qk = rms_scale(qk, self.eps) * self.qk_norm_weight
+            qk = rms_scale(qk, self.eps).mul_(self.qk_norm_weight)
         qk = rotate(qk, cos_N1D, sin_N1D)
         k_cache.view(-1, g, D).index_copy_(0, ctx.slot_mapping_N, qk[:, h:])
         v_cache.view(-1, g, D).index_copy_(0, ctx.slot_mapping_N, qkv[:, h + g :])
@@ -83,4 +89,28 @@ class DecoderLayer(nn.Module):
 
         gate_up = self.gate_up.forward(self.post_norm.forward(x_NH))
         mixed = F.silu(gate_up[:, : self.mlp_size]).mul_(gate_up[:, self.mlp_size :])
+        return x_NH + self.tp.all_reduce(self.down.forward(mixed))
+
+    def _forward_compiled(
+        self,
+        kernels: RowKernels,
+        x_NH: Tensor,
+        angles: tuple[Tensor, Tensor],
+        ctx: AttentionContext,
+        kv: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """`forward` with one compiled call for each chain of row-wise operations."""
+        qkv = self.qkv.forward(kernels.rms_norm(x_NH, self.input_norm.weight, self.eps))
+        q_NhD = kernels.rotate_and_write(
+            qkv,
+            angles,
+            ctx.slot_mapping_N,
+            kv,
+            num_heads=self.num_heads,
+            norm_weight=self.qk_norm_weight,
+            eps=self.eps,
+        )
+        attended = self.tp.all_reduce(self.o.forward(self.attention(q_NhD, *kv, ctx)))
+        x_NH, normed_NH = kernels.add_rms_norm(x_NH, attended, self.post_norm.weight, self.eps)
+        mixed = kernels.silu_mul(self.gate_up.forward(normed_NH))
         return x_NH + self.tp.all_reduce(self.down.forward(mixed))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.context import Attention, AttentionContext
+from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import KvCache
-from engine.attention.reference import paged_attention
 from engine.config.model import DrafterConfig
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
@@ -42,7 +42,7 @@ class DFlashDrafter(nn.Module):
         dtype: torch.dtype,
         device: str = "cpu",
         num_positions: int,
-        attention: Attention = paged_attention,
+        attention: Attention = cpu_paged_attention,
     ) -> None:
         super().__init__()
         self.config, self.tp, self.hidden_state_gather = config, tp, hidden_state_gather

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.attention.context import Attention, AttentionContext
+from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import KvCache
-from engine.attention.reference import paged_attention
 from engine.config.model import TargetConfig
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm
@@ -44,7 +44,7 @@ class TargetModel(nn.Module):
         dtype: torch.dtype,
         device: str = "cpu",
         num_positions: int,
-        attention: Attention = paged_attention,
+        attention: Attention = cpu_paged_attention,
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp

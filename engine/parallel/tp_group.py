@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed it; GPU builds still come with earlier versions.
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(kw_only=True, slots=True)
 class CollectiveCount:
@@ -99,5 +102,5 @@ class TpGroup:
         """[size, *x.shape], part r from rank r."""
         assert self._backend is not None, "the group is closed"
         parts = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1))
+        _gather_flat(parts.view(-1), x.contiguous().view(-1))
         return parts

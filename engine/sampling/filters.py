@@ -4,11 +4,11 @@ Each filter keeps every token whose scaled logit reaches a threshold, so the thr
 
     min_p  keeps p(token) >= min_p * p(most likely)            (a ratio: the normaliser does not matter)
     top_k  keeps the k largest, and whatever ties with the k-th
-    top_p  over what min_p and top_k left, renormalised: keeps a token while the tokens strictly more likely than it hold
-           less than top_p together; ties are kept or dropped together
+    top_p  over what min_p and top_k left, renormalised: keeps a token while the tokens strictly more likely than it
+           hold less than top_p together; ties are kept or dropped together
 
-Thresholds make the result independent of how a sort orders equal values, of the batch row and of the vocabulary's sharding.
-Masses are summed in float64 in descending order, so neither depends on the width that happened to be sorted.
+Thresholds make the result independent of how a sort orders equal values, of the batch row and of the vocabulary's
+sharding. Masses are summed in float64 in descending order, so neither depends on the width that happened to be sorted.
 
 Shape letters: N rows, V the whole vocabulary, M sorted columns.
 """
@@ -65,7 +65,7 @@ def scale_by_temperature(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
 
 
 def min_p_threshold(max_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """Smallest scaled logit min_p keeps, float32 [N]; -inf where min_p is 0. `max_N`: each row's largest scaled logit."""
+    """Smallest scaled logit min_p keeps, float32 [N]; -inf where min_p is 0. `max_N`: each row's largest."""
     return (max_N.to(torch.float64) + torch.log(min_p_N.to(torch.float64))).to(torch.float32)
 
 

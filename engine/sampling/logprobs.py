@@ -52,7 +52,7 @@ def token_logprobs(logits_MV: Tensor, token_M: Tensor, *, top_n: int, tp: VocabG
 
 
 def top_ids(logits_MV: Tensor, n: int) -> Tensor:
-    """Ids of the n largest logits, int64 [M, n], best first; equal values by ascending id, which torch.topk leaves open."""
+    """Ids of the n largest logits, int64 [M, n], best first; equal values by ascending id (torch.topk: any)."""
     vocab = logits_MV.shape[1]
     # A float32's bits, with the magnitude bits of negatives inverted, order as integers; the id fills the low half.
     bits_MV = (logits_MV.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0 into 0.0

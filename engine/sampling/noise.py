@@ -1,14 +1,14 @@
 """Counter-based noise keyed by (seed, position, vocabulary id): the only randomness of the engine.
 
-A token drawn at a position is the same from a plain step, a verify row, another batch row, another tensor-parallel rank or
-a recompute, because nothing but the key enters. One definition serves every device:
+A token drawn at a position is the same from a plain step, a verify row, another batch row, another tensor-parallel rank
+or a recompute, because nothing but the key enters. One definition serves every device:
 
-1. integer part, exact everywhere: two 32-bit row keys are folded from seed (all 64 bits), position and stream; each id is
-   mixed once, then mixed with the row keys by xor / add / multiply / shift in two's complement 32-bit arithmetic;
+1. integer part, exact everywhere: two 32-bit row keys are folded from seed (all 64 bits), position and stream; each id
+   is mixed once, then mixed with the row keys by xor / add / multiply / shift in two's complement 32-bit arithmetic;
 2. float part: the 31 low bits h become u = (float32(h) + 0.5) * 2^-31, at most 1 - 2^-24, so u lies in the open
    interval (0, 1) and keeps 24 significant bits next to 0;
-3. Gumbel noise is -log(-log1p(-u)): its long upper tail (the one that decides an argmax) comes from the fine end of u, up
-   to 22.2, where -log(-log(u)) in float32 would end at 16.6 in coarse steps.
+3. Gumbel noise is -log(-log1p(-u)): its long upper tail (the one that decides an argmax) comes from the fine end of u,
+   up to 22.2, where -log(-log(u)) in float32 would end at 16.6 in coarse steps.
 
 The two logarithms are the device library's and may differ in the last bit between CPU and GPU; u does not.
 
@@ -51,7 +51,7 @@ def gumbel_noise(seed_N: Tensor, position_N: Tensor, vocab_ids_V: Tensor, *, str
     if mixed_ids.dim() == 2 or mixed_ids.device.type != "cpu":
         bits = _mix_rows(mixed_ids, key_a_N[:, None], key_b_N[:, None])
         return _gumbel_(_uniform(bits))
-    # On the CPU a few rows at a time: the working set stays in the second-level cache, twice as fast as whole-matrix passes.
+    # On the CPU a few rows at a time: the working set stays in the second-level cache, twice as fast.
     count, vocab = seed_N.shape[0], mixed_ids.shape[0]
     noise_NV = torch.empty(count, vocab, dtype=torch.float32)
     step = max(1, _CHUNK // max(vocab, 1))
@@ -59,6 +59,12 @@ def gumbel_noise(seed_N: Tensor, position_N: Tensor, vocab_ids_V: Tensor, *, str
         part = slice(first, first + step)
         noise_NV[part] = _gumbel_(_uniform(_mix_rows(mixed_ids, key_a_N[part, None], key_b_N[part, None])))
     return noise_NV
+
+
+def gumbel_noise_pairs(seed_N: Tensor, position_N: Tensor, row_M: Tensor, id_M: Tensor) -> Tensor:
+    """Noise of M (row, id) pairs, float32 [M]: the entries [row_M, id_M] of `gumbel_noise` alone."""
+    key_a_N, key_b_N = _row_keys(seed_N, position_N, STREAM_TOKEN)
+    return _gumbel_(_uniform(_mix_rows(_mix_ids(id_M), key_a_N[row_M], key_b_N[row_M])))
 
 
 def uniform_noise(seed_N: Tensor, position_N: Tensor, vocab_ids_V: Tensor, *, stream: int = STREAM_TOKEN) -> Tensor:

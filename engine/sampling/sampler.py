@@ -1,11 +1,11 @@
 """Drawing one token per row from target logits, the same on every rank, device and batch row.
 
-Greedy rows (temperature 0) take the largest logit, ties to the lowest id. Drawing rows take the argmax of scaled logit plus
-Gumbel noise over the tokens that the filters keep, which is an exact draw from the softmax of the kept logits.
+Greedy rows (temperature 0) take the largest logit, ties to the lowest id. Drawing rows take the argmax of scaled logit
+plus Gumbel noise over the tokens that the filters keep, which is an exact draw from the softmax of the kept logits.
 
 Under tensor parallelism each rank holds a contiguous vocabulary shard in rank order. Without filters a rank reduces its
-shard to one (value, id) pair, the pairs are all-gathered and reduced in rank order. With filters whole rows are gathered and
-every rank does the same work on the same bits.
+shard to one (value, id) pair, the pairs are all-gathered and reduced in rank order. With filters whole rows are
+gathered and every rank does the same work on the same bits.
 
 Shape letters: N rows, V local vocabulary shard (the whole one at size 1), S stop ids per row.
 """
@@ -24,7 +24,7 @@ from engine.sampling.filters import (
     row_thresholds,
     scale_by_temperature,
 )
-from engine.sampling.noise import gumbel_noise
+from engine.sampling.noise import gumbel_noise, gumbel_noise_pairs
 
 
 class VocabGroup(Protocol):
@@ -87,7 +87,8 @@ def sample(logits_NV: Tensor, rows: SamplingRows, tp: VocabGroup, vocab_start: i
         tp: the group that shares the vocabulary.
         vocab_start: global id of the shard's first column; rank * V.
 
-    No host sync on an accelerator; on the CPU, where a read costs nothing, drawing rows are treated apart from greedy ones.
+    No host sync on an accelerator; on the CPU, where a read costs nothing, drawing rows are treated apart from greedy
+    ones.
     """
     assert vocab_start == tp.rank * logits_NV.shape[1], (vocab_start, tp.rank, logits_NV.shape)
     logits_NV = mask_stop_ids(logits_NV, rows.stop_ids_NS, rows.mask_stops_N, vocab_start)
@@ -129,15 +130,9 @@ def mask_stop_ids(
 
 
 def argmax_pair(score_NV: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
-    """(largest value [N], its lowest global id int64 [N]). A row holding NaN gives the shard's first id."""
-    value_N = score_NV.amax(dim=1)
-    if score_NV.device.type != "cpu":
-        return value_N, score_NV.argmax(dim=1) + vocab_start  # the first of equal values
-    # A vectorised maximum, then the first column that reaches it: a quarter of argmax's time on the CPU.
-    vocab = score_NV.shape[1]
-    columns_V = torch.arange(vocab, dtype=torch.int32)
-    below_NV = score_NV < value_N[:, None]
-    return value_N, torch.where(below_NV, vocab, columns_V).amin(dim=1).to(torch.int64) + vocab_start
+    """(largest value [N], its lowest global id int64 [N]). A row holding NaN gives a valid id."""
+    value_N, column_N = score_NV.max(dim=1)  # torch documents the first of equal values
+    return value_N, column_N + vocab_start
 
 
 def _reduce_pairs(value_N: Tensor, id_N: Tensor, tp: VocabGroup) -> Tensor:
@@ -171,54 +166,46 @@ def _draw_rows(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple
     if not rows.any_filter:
         return _noisy_argmax(scaled_NV, rows, vocab_start)
     assert vocab_start == 0, vocab_start
-    filtered_N = (rows.top_k_N > 0) | (rows.top_p_N < 1.0) | (rows.min_p_N > 0.0)
-    if bool(filtered_N.all()):
-        return _draw_filtered(scaled_NV, rows)
-    value_N = torch.empty(logits_NV.shape[0])
-    id_N = torch.empty(logits_NV.shape[0], dtype=torch.int64)
-    for index_M, draw in ((filtered_N.nonzero()[:, 0], True), ((~filtered_N).nonzero()[:, 0], False)):
+    threshold_N = _thresholds_by_kind(scaled_NV, rows)
+    kept_NV = ~(scaled_NV < threshold_N[:, None])  # NaN is kept, so that every row has candidates
+    # Noise for the kept pairs alone; a row without filters keeps its whole vocabulary.
+    row_M, id_M = kept_NV.nonzero(as_tuple=True)
+    score_M = scaled_NV[row_M, id_M] + gumbel_noise_pairs(rows.seed_N, rows.position_N, row_M, id_M)
+    count, vocab = scaled_NV.shape
+    value_N = torch.full((count,), -math.inf).scatter_reduce(0, row_M, score_M, "amax")
+    candidate_M = torch.where(score_M < value_N[row_M], vocab, id_M)
+    return value_N, torch.full((count,), vocab).scatter_reduce(0, row_M, candidate_M, "amin")
+
+
+def _thresholds_by_kind(scaled_NV: Tensor, rows: SamplingRows) -> Tensor:
+    """Every row's threshold, float32 [N], from as short a head of the sorted vocabulary as its kind of row needs.
+
+    No filter or min_p alone: the maximum. top_k up to MAX_PARTIAL_SORT: one partial sort for all such rows. Everything
+    else one by one: MAX_PARTIAL_SORT columns if they hold the nucleus, or a full sort.
+    """
+    threshold_N = torch.empty(scaled_NV.shape[0])
+    partial_N = (rows.top_k_N > 0) & (rows.top_k_N <= MAX_PARTIAL_SORT)
+    largest_N = (rows.top_k_N <= 0) & (rows.top_p_N >= 1.0)
+    for kind_N, is_partial in ((partial_N, True), (largest_N, False)):
+        index_M = kind_N.nonzero()[:, 0]
         if index_M.numel() > 0:
-            part = rows.take(index_M)
-            scaled_MV = scaled_NV[index_M]
-            pair = _draw_filtered(scaled_MV, part) if draw else _noisy_argmax(scaled_MV, part, 0)
-            value_N[index_M], id_N[index_M] = pair
-    return value_N, id_N
+            scaled_MV, part = scaled_NV[index_M], rows.take(index_M)
+            width = min(int(part.top_k_N.max()), scaled_NV.shape[1]) if is_partial else 1
+            threshold_N[index_M] = _thresholds(scaled_MV, part, scaled_MV.topk(width, dim=1).values)
+    for index_1 in (~partial_N & ~largest_N).nonzero():
+        threshold_N[index_1] = _nucleus_threshold(scaled_NV[index_1], rows.take(index_1))
+    return threshold_N
 
 
-def _draw_filtered(scaled_NV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Row by row: each pays for its own head of the sorted vocabulary and for noise on its kept ids only."""
-    pairs = []
-    for row in range(scaled_NV.shape[0]):
-        pairs.append(_draw_filtered_row(scaled_NV[row : row + 1], rows.take(torch.tensor([row]))))
-    return torch.cat([value for value, _ in pairs]), torch.cat([token for _, token in pairs])
-
-
-def _draw_filtered_row(scaled_1V: Tensor, row: SamplingRows) -> tuple[Tensor, Tensor]:
-    """(value [1], id [1]) of one drawing row whose filters are on."""
-    floor_1 = _row_threshold(scaled_1V, row)
-    id_M = (scaled_1V[0] >= floor_1).nonzero()[:, 0]
-    score_1M = scaled_1V[:, id_M] + gumbel_noise(row.seed_N, row.position_N, id_M)
-    value_1 = score_1M.amax(dim=1)
-    return value_1, id_M[(score_1M[0] >= value_1).nonzero()[:1, 0]]  # ids ascend: the first is the lowest
-
-
-def _row_threshold(scaled_1V: Tensor, row: SamplingRows) -> Tensor:
-    """The threshold of one row, from as short a head of its sorted vocabulary as decides it."""
-    vocab = scaled_1V.shape[1]
-    top_k, top_p = int(row.top_k_N), float(row.top_p_N)
-    if 0 < top_k <= MAX_PARTIAL_SORT:
-        sorted_1M = scaled_1V.topk(min(top_k, vocab), dim=1).values
-    elif top_k <= 0 and top_p >= 1.0:
-        sorted_1M = scaled_1V.amax(dim=1, keepdim=True)
-    else:
-        if top_k <= 0 and vocab > MAX_PARTIAL_SORT:
-            head_1M = scaled_1V.topk(MAX_PARTIAL_SORT, dim=1).values
-            floor_1 = min_p_threshold(head_1M[:, 0], row.min_p_N)
-            threshold_1 = nucleus_threshold_of_head(scaled_1V, floor_1, row.top_p_N, head_1M)
-            if threshold_1 is not None:
-                return threshold_1
-        sorted_1M = scaled_1V.sort(dim=1, descending=True).values
-    return _thresholds(scaled_1V, row, sorted_1M)
+def _nucleus_threshold(scaled_1V: Tensor, row: SamplingRows) -> Tensor:
+    """The threshold [1] of one row whose sorted head has no known width."""
+    if int(row.top_k_N) <= 0 and scaled_1V.shape[1] > MAX_PARTIAL_SORT:
+        head_1M = scaled_1V.topk(MAX_PARTIAL_SORT, dim=1).values
+        floor_1 = min_p_threshold(head_1M[:, 0], row.min_p_N)
+        threshold_1 = nucleus_threshold_of_head(scaled_1V, floor_1, row.top_p_N, head_1M)
+        if threshold_1 is not None:
+            return threshold_1
+    return _thresholds(scaled_1V, row, scaled_1V.sort(dim=1, descending=True).values)
 
 
 def _thresholds(scaled_NV: Tensor, rows: SamplingRows, sorted_NM: Tensor) -> Tensor:
@@ -235,7 +222,8 @@ def _draw_any_row(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tu
     if rows.any_filter:
         width = rows.sort_width if 0 < rows.sort_width < logits_NV.shape[1] else logits_NV.shape[1]
         sorted_NM = scaled_NV.topk(width, dim=1).values
-        score_NV = torch.where(scaled_NV >= _thresholds(scaled_NV, rows, sorted_NM)[:, None], score_NV, -math.inf)
+        threshold_N1 = _thresholds(scaled_NV, rows, sorted_NM)[:, None]
+        score_NV = torch.where(scaled_NV < threshold_N1, -math.inf, score_NV)
     return argmax_pair(torch.where(drawn_N1, score_NV, scaled_NV), vocab_start)
 
 

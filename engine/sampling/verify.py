@@ -1,8 +1,8 @@
 """Exact-match verification: which drafts the target's own tokens confirm, and where the block ends.
 
-Because every token of `target_RK1` is drawn with noise keyed by its position, the emitted tokens are those of plain decoding
-whatever the drafts were: a draft decides how many of them one step yields, never which (DFlash and speculative decoding with
-exact match). All shapes are fixed and nothing is read back, so the function can be captured.
+Because every token of `target_RK1` is drawn with noise keyed by its position, the emitted tokens are those of plain
+decoding whatever the drafts were: a draft decides how many of them one step yields, never which (DFlash and speculative
+decoding with exact match). All shapes are fixed and nothing is read back, so the function can be captured.
 
 Shape letters: R sequences, K draft columns (the program's width), S stop ids.
 """

@@ -1,7 +1,7 @@
 """`DraftLengthSchedule`: batch size -> draft length K, with TensorRT-LLM's meaning of `draft_len_schedule`.
 
-Keys are inclusive upper bounds of the batch size: {4: 4, 8: 2, 32: 1} means 4 drafts up to 4 rows, 2 up to 8, 1 up to 32,
-and none above the largest key.
+Keys are inclusive upper bounds of the batch size: {4: 4, 8: 2, 32: 1} means 4 drafts up to 4 rows, 2 up to 8, 1 up to
+32, and none above the largest key.
 """
 
 from bisect import bisect_left
@@ -37,8 +37,8 @@ class DraftLengthSchedule:
     def live(cls, entries: Mapping[int, int], *, max_draft_len: int, choices: tuple[int, ...]) -> tuple[Self, str]:
         """A schedule pushed while serving, lowered to the declared draft lengths, and what was lowered.
 
-        Unlike the configured schedule, the smallest batch size need not draft max_draft_len: lowering that entry is what
-        a controller is for.
+        Unlike the configured schedule, the smallest batch size need not draft max_draft_len: lowering that entry is
+        what a controller is for.
 
         Raises:
             ValueError: empty, a key below 1, a value below 0 or above max_draft_len.
@@ -57,7 +57,7 @@ class DraftLengthSchedule:
     def draft_len(self, batch_size: int) -> int:
         """K for a step with `batch_size` sampling rows; 0 for none."""
         index = bisect_left(self._bounds, batch_size)
-        return self._draft_lens[index] if 0 < batch_size and index < len(self._bounds) else 0
+        return self._draft_lens[index] if batch_size > 0 and index < len(self._bounds) else 0
 
 
 def round_down(draft_len: int, choices: tuple[int, ...]) -> int:

@@ -4,6 +4,7 @@ An entry is a directory. It is built in a staging directory beside it (same file
 into place while an advisory lock is held, so an entry that exists is complete, whoever dies when.
 """
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -17,6 +18,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 _HASH_CHUNK_BYTES = 1 << 20
 
 
@@ -44,7 +46,7 @@ def build_once(name: str, build: Callable[[Path], None], *, root: Path | None = 
     is removed by the next one, under the lock.
 
     Raises:
-        ValueError: the cache directory cannot be written.
+        ValueError: the cache directory cannot be written, or is full.
     """
     models = (root or cache_root()) / "models"
     entry = models / name
@@ -57,7 +59,7 @@ def build_once(name: str, build: Callable[[Path], None], *, root: Path | None = 
                 return entry
             for stale in models.glob(f".{name}.staging-*"):
                 logger.info("removing %s, left by an interrupted run", stale)
-                shutil.rmtree(stale)
+                shutil.rmtree(stale, ignore_errors=True)  # an orphaned download may still be writing; next time then
             staging = Path(tempfile.mkdtemp(prefix=f".{name}.staging-", dir=models))
             try:
                 build(staging)
@@ -67,10 +69,12 @@ def build_once(name: str, build: Callable[[Path], None], *, root: Path | None = 
                 _flush(models)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)  # gone already after the rename
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
         raise ValueError(
-            f"the model cache {models} cannot be written ({error.strerror}): make it writable or set DFLASH_CACHE "
-            "to a directory that is"
+            f"the model cache {models} cannot be written ({error.strerror}): make room or make it writable, or set "
+            "DFLASH_CACHE to another directory"
         ) from error
     return entry
 

@@ -10,7 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from engine.attention.context import Attention
 from engine.attention.kv_cache_tensors import DTYPES
+from engine.attention.reference import paged_attention
 from engine.config.engine import EngineConfig
 from engine.layers.linear import Linear
 from engine.models.decoder import DecoderLayer, LayerSpec
@@ -109,8 +111,10 @@ class Checkpoint:
         placement.target.copy_(part)
 
 
-def load_target(config: EngineConfig, tp: TpGroup, *, device: str | None = None) -> TargetModel:
-    """The rank's target shard with its weights. device: defaults to config.device.
+def load_target(
+    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention = paged_attention
+) -> TargetModel:
+    """The rank's target shard with its weights. device: defaults to config.device; attention: the backend.
 
     Raises:
         ValueError: an unknown load_format, or a checkpoint that does not fit its config.
@@ -121,12 +125,15 @@ def load_target(config: EngineConfig, tp: TpGroup, *, device: str | None = None)
         dtype=DTYPES[config.dtype],
         device=device or config.device,
         num_positions=num_positions(config),
+        attention=attention,
     )
     _load(model, list(target_placements(model)), config.model_dir, config.load_format, "load_format")
     return model
 
 
-def load_drafter(config: EngineConfig, tp: TpGroup, *, device: str | None = None) -> DFlashDrafter:
+def load_drafter(
+    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention = paged_attention
+) -> DFlashDrafter:
     """The rank's share of the drafter with its weights; see `load_target`."""
     assert config.drafter is not None and config.drafter_dir is not None
     layer_tp = tp if config.drafter_tensor_parallel else TpGroup.solo()
@@ -138,6 +145,7 @@ def load_drafter(config: EngineConfig, tp: TpGroup, *, device: str | None = None
         dtype=DTYPES[config.dtype],
         device=device or config.device,
         num_positions=num_positions(config),
+        attention=attention,
     )
     placements = list(drafter_placements(model, fuse_rank_zero=layer_tp.rank == 0))
     _load(model, placements, config.drafter_dir, config.drafter_load_format, "drafter load_format")

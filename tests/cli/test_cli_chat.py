@@ -17,7 +17,7 @@ def chat(script: Script, *arguments: str, typed: str = "") -> Result:
 
 
 def test_once_prints_the_answer_alone_on_stdout() -> None:
-    script = Script()
+    script = Script(gap_s=0.01)
     result = chat(script, "--once", "Hi", "--system", "Be brief.", "--temperature", "0.5", "--seed", "3")
     assert result.exit_code == 0
     assert result.stdout == "Hello there\n"

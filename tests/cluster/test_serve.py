@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, build_tokenizer
 
-from cluster.app import build, bundles, live_values, read_config, without_live_values
+from cluster.app import build, live_values, read_config, without_live_values
 from cluster.config import ClusterConfig
 from cluster.replica_engine import ReplicaEngine
 from workers.engine_client import EngineDeadError
@@ -129,4 +129,3 @@ def test_live_values_restart_nothing():
     assert live_values(config) == {"queue_limit": 1, "draft_len_schedule": None}
     assert live_values(other)["queue_limit"] == 9
     assert without_live_values(config) == without_live_values(other)
-    assert bundles(config) == [{"CPU": 1.0}]

@@ -1,7 +1,7 @@
 """A device made of Python lists, for tests of the host side: no model, but every rule of the cache is checked.
 
-Tokens are a pure function of (request seed, position). The K/V of a position is a hash of all tokens up to it and of the
-request's salt, so a wrong hit, a lost write or a stale table entry shows as a wrong content at the next read.
+Tokens are a pure function of (request seed, position). The K/V of a position is a hash of all tokens up to it and of
+the request's salt, so a wrong hit, a lost write or a stale table entry shows as a wrong content at the next read.
 """
 
 import random
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from engine.config.engine import EngineConfig
 from engine.config.model import DrafterConfig, RopeConfig, TargetConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, TokenDelta
-from engine.sampling_params import SamplingParams
+from engine.request import EngineRequest
 from engine.step import Finish, RowResult, SlotInit, StepPlan, StepResult
 
 VOCAB_SIZE = 50
@@ -162,7 +161,7 @@ class FakeRunner:
         self.check_reads = True  # quadratic in the length: off for long runs that test something else
         self.max_draft_position = 10**9  # the drafter's position table: no drafts for a block that leaves it
 
-    # -------------------------------------------------------------------------------------------- the Runner protocol
+    # ---------------------------------------------------------------------------------------- the Runner protocol
 
     def launch(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -174,9 +173,8 @@ class FakeRunner:
             self.slots[init.slot] = DeviceSlot(init, story, [0] * self.config.max_blocks_per_seq)
         for update in plan.block_updates:
             table = self.slots[update.slot].table
-            assert update.first_index == self.slots[update.slot].num_entries and update.block_ids, (
-                "not the next entries"
-            )
+            assert update.first_index == self.slots[update.slot].num_entries, "not the next entries"
+            assert update.block_ids
             self.slots[update.slot].num_entries += len(update.block_ids)
             end = update.first_index + len(update.block_ids)
             assert end <= len(table), "a block table's row is too narrow"
@@ -195,7 +193,7 @@ class FakeRunner:
         self._recount(plan, result)
         return result
 
-    # -------------------------------------------------------------------------------------------- a step
+    # ---------------------------------------------------------------------------------------- a step
 
     def _check_plan(self, plan: StepPlan) -> None:
         config = self.config
@@ -203,7 +201,8 @@ class FakeRunner:
         assert 0 < num_tokens <= config.max_num_batched_tokens
         slots = [*plan.decode_slots, *(chunk.slot for chunk in plan.prefill)]
         assert len(set(slots)) == len(slots) <= config.max_num_seqs
-        assert plan.verify_len in config.draft_len_choices and plan.draft_len in config.draft_len_choices
+        assert plan.verify_len in config.draft_len_choices
+        assert plan.draft_len in config.draft_len_choices
         assert plan.verify_len <= plan.draft_len
 
     def _decode(self, slot: int, plan: StepPlan) -> RowResult:
@@ -283,7 +282,7 @@ class FakeRunner:
             if state.committed_len + self.config.lookahead <= self.max_draft_position:
                 state.draft_count = plan.draft_len
 
-    # -------------------------------------------------------------------------------------------- memory
+    # ---------------------------------------------------------------------------------------- memory
 
     def _write(self, memory: dict, slot: int, position: int, content: object) -> None:
         block_size = self.config.block_size
@@ -303,7 +302,7 @@ class FakeRunner:
     def _host_blocks(self, slot: int) -> list[int]:
         return next(seq.block_ids for seq in self.core._scheduler.running.values() if seq.slot == slot)
 
-    # -------------------------------------------------------------------------------------------- recount
+    # ---------------------------------------------------------------------------------------- recount
 
     def _recount(self, plan: StepPlan, result: StepResult) -> None:
         alive = {(seq.slot, seq.generation) for seq in self.core._scheduler.running.values()}
@@ -344,115 +343,3 @@ class FakeRunner:
                     sum_accepted += 1
         if sum_drafted:
             self.recount.gate_rates.append(sum_accepted / sum_drafted)
-
-
-@dataclass
-class Outcome:
-    """What came back for one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    num_cached_tokens: int = 0
-    deltas: list[TokenDelta] = field(default_factory=list)
-
-
-class Harness:
-    """An EngineCore on a FakeRunner; collects deltas and checks their form."""
-
-    def __init__(self, config: EngineConfig, *, seed: int = 0, accept: float | None = None) -> None:
-        self.config = config
-        self.runner = FakeRunner(config, seed=seed, accept=accept)
-        self.core = EngineCore(config=config, runner=self.runner)
-        self.runner.core = self.core
-        self.requests: dict[str, EngineRequest] = {}
-        self.outcomes: dict[str, Outcome] = {}
-        self.num_steps = 0
-
-    def add(self, prompt: list[int], *, salt: str | None = None, name: str | None = None, **params: object) -> str:
-        """Queues a request whose seed is its number. Returns its id."""
-        seed = params.pop("seed", 1000 + len(self.requests))
-        name = name or f"r{len(self.requests)}"
-        request = EngineRequest(
-            request_id=name,
-            prompt_token_ids=tuple(prompt),
-            params=SamplingParams(seed=seed, **params),
-            cache_salt=salt,
-        )
-        self.core.add_request(request)
-        self.runner.requests[seed] = request
-        self.requests[name] = request
-        self.outcomes[name] = Outcome()
-        return name
-
-    def step(self) -> list[TokenDelta]:
-        deltas = self.core.step()
-        self.num_steps += 1
-        self._check_order()
-        for delta in deltas:
-            outcome = self.outcomes[delta.request_id]
-            assert outcome.finish_reason is None, "a delta after the end"
-            outcome.deltas.append(delta)
-            outcome.token_ids += delta.token_ids
-            outcome.finish_reason = delta.finish_reason
-            outcome.stop_reason = delta.stop_reason
-            outcome.num_cached_tokens = delta.num_cached_tokens
-        return deltas
-
-    def _check_order(self) -> None:
-        """First come, first served: the running requests are the oldest, and each queue is in order of arrival."""
-        scheduler = self.core._scheduler
-        arrival = {name: number for number, name in enumerate(self.requests)}
-        numbers = [arrival[seq.request_id] for seq in (*scheduler.running.values(), *scheduler.waiting)]
-        assert numbers == sorted(numbers), "arrival order is lost"
-
-    def run(self, max_steps: int = 5000) -> None:
-        """Until nothing is left. Fails when it takes longer than any fair schedule would."""
-        for _ in range(max_steps):
-            if not self.core.has_work():
-                return
-            self.step()
-        raise AssertionError(f"still working after {max_steps} steps: {self.core.stats()}")
-
-    def check_outcomes(self) -> None:
-        """Every request: the tokens of its seed, the right end, nothing lost."""
-        for name, request in self.requests.items():
-            outcome = self.outcomes[name]
-            token_ids, finish_reason = expected_output(request, max_model_len=self.config.max_model_len)
-            if outcome.finish_reason == "abort":
-                assert outcome.token_ids == token_ids[: len(outcome.token_ids)]
-                assert len(outcome.token_ids) < len(token_ids)
-            else:
-                assert outcome.token_ids == token_ids
-                assert outcome.finish_reason == finish_reason
-
-    def check_counters(self) -> None:
-        """The engine's counts against the brute-force recount."""
-        snapshot, recount = self.core.counters(), self.runner.recount
-        assert {(c.batch_bucket, c.draft_len) for c in snapshot.cells} == set(recount.cells)
-        per_position: dict[int, int] = {}
-        for cell in snapshot.cells:
-            expected = recount.cells[cell.batch_bucket, cell.draft_len]
-            for name in ("steps", "rows", "tokens", "decode_steps"):
-                assert getattr(cell, name) == expected[name], name
-            assert abs(cell.decode_time_s - expected["decode_time_s"]) < 1e-9
-            for name in ("at_risk", "accepted"):
-                counted = {j: num for j, num in enumerate(getattr(cell, name), 1) if num}
-                assert counted == expected[name], name
-            for j, num in expected["accepted"].items():
-                per_position[j] = per_position.get(j, 0) + num
-        deltas = [delta for outcome in self.outcomes.values() for delta in outcome.deltas]
-        assert snapshot.num_drafts == sum(delta.num_drafted > 0 for delta in deltas)
-        assert snapshot.num_draft_tokens == sum(delta.num_drafted for delta in deltas)
-        assert snapshot.num_accepted_tokens == sum(delta.num_accepted for delta in deltas)
-        assert {j: n for j, n in enumerate(snapshot.num_accepted_tokens_per_pos, 1) if n} == per_position
-        assert snapshot.generation_tokens == sum(len(delta.token_ids) for delta in deltas)
-        ends = [outcome.finish_reason for outcome in self.outcomes.values()]
-        assert snapshot.finished == {reason: ends.count(reason) for reason in ("stop", "length", "abort", "error")}
-
-    def check_idle(self) -> None:
-        """Nothing is left behind."""
-        self.core.check_integrity()
-        stats = self.core.stats()
-        assert (stats.num_running, stats.num_waiting, stats.num_in_flight) == (0, 0, 0)
-        assert stats.free_blocks + stats.cached_blocks == stats.total_blocks == self.config.num_blocks - 1

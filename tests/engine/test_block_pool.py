@@ -30,7 +30,8 @@ def test_cached_blocks_are_evicted_last_tail_first_and_least_recent_first():
     assert (pool.num_free, pool.num_cached) == (1, 4)
     taken = pool.allocate(3)
     assert taken[1:] == [old[1], old[0]]  # the free block first, then the older chain from its tail
-    assert pool.match([b"old0"]) == [] and pool.match([b"new0", b"new1"]) == new
+    assert pool.match([b"old0"]) == []
+    assert pool.match([b"new0", b"new1"]) == new
     assert pool.num_evictions == 2
     pool.check_integrity(dict.fromkeys(taken, 1))
 
@@ -45,9 +46,11 @@ def test_sharing_counts_references_and_forbids_writing():
     pool.share(hit)
     assert pool.num_refs(blocks[0]) == 2
     pool.release(blocks)
-    assert pool.num_refs(blocks[0]) == 1 and pool.num_revived(hit) == 0
+    assert pool.num_refs(blocks[0]) == 1
+    assert pool.num_revived(hit) == 0
     pool.release(hit)
-    assert pool.num_revived(hit) == 1 and pool.num_cached == 1
+    assert pool.num_revived(hit) == 1
+    assert pool.num_cached == 1
     pool.check_integrity({})
 
 
@@ -98,7 +101,8 @@ def test_drop_cache_keeps_owners():
     pool.release(released)
     pool.drop_cache()
     assert pool.match([b"a"]) == pool.match([b"b"]) == []
-    assert pool.num_cached == 0 and pool.num_refs(kept[0]) == 1
+    assert pool.num_cached == 0
+    assert pool.num_refs(kept[0]) == 1
     pool.check_integrity({kept[0]: 1})
 
 

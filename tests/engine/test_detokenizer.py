@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_tokenizers import SPECIAL, byte_fallback, byte_level
 
 from engine.detokenizer import Detokenizer
 from engine.tokenizer import Tokenizer
+from tests.engine.toy_tokenizers import SPECIAL, byte_fallback, byte_level
 
 TEXT = st.text(
     st.one_of(
@@ -88,7 +88,7 @@ def test_a_character_begun_by_the_prompt_is_completed() -> None:
     byte_ids = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     ids = [byte_ids[bytes([byte])] for byte in "\U0001f680".encode()]
     prompt = tokenizer.encode("the dog")
-    assert "".join(stream(tokenizer, prompt + ids[:2], ids[2:] + [byte_ids[b"x"]])) == "\U0001f680x"
+    assert "".join(stream(tokenizer, prompt + ids[:2], [*ids[2:], byte_ids[b"x"]])) == "\U0001f680x"
     assert Detokenizer(tokenizer, prompt + ids[:2], skip_special_tokens=True).flush() == ""
 
 
@@ -97,7 +97,7 @@ def test_special_tokens(make) -> None:
     tokenizer = make()
     end = tokenizer.backend.token_to_id("<|im_end|>")
     the = tokenizer.encode("the")
-    prompt = the + [tokenizer.backend.token_to_id("<|im_start|>")]
+    prompt = [*the, tokenizer.backend.token_to_id("<|im_start|>")]
     assert "".join(stream(tokenizer, prompt, [end], skip=True)) == ""
     assert "<|im_end|>" in "".join(stream(tokenizer, prompt, [end], skip=False))
 

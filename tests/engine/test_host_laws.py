@@ -4,9 +4,11 @@ import os
 from dataclasses import replace
 
 import pytest
-from fake_runner import Harness, make_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.engine.fake_runner import make_config
+from tests.engine.host_harness import Harness
 
 MAX_EXAMPLES = int(os.environ.get("HOST_LAWS_EXAMPLES", "120"))
 

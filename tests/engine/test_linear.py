@@ -56,7 +56,8 @@ def test_kernel_equals_float64_within_one_rounding(
         matrix = PackedMatrix(weight, b, out_dtype=out_dtype, threads=2)
         for rows in (1, 2, 3, 6, 7, 13, MAX_ROWS):
             y = matrix.matmul(x[:rows])
-            assert y.dtype == out_dtype and y.shape == (rows, out)
+            assert y.dtype == out_dtype
+            assert y.shape == (rows, out)
             _assert_within_rounding(y, x[:rows], weight, b)
 
 
@@ -111,14 +112,16 @@ def test_prepare_hands_over_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     layer = _layer(weight, bias, torch.float32)
     before = layer.forward(x)
     assert layer.prepare(threads=2)
-    assert not hasattr(layer, "weight") and layer.bias is None
+    assert not hasattr(layer, "weight")
+    assert layer.bias is None
     assert torch.equal(layer.plain_weight(), weight)
     after = layer.forward(x.view(7, 10, 130))
-    assert after.dtype == torch.float32 and after.shape == (7, 10, 48)
+    assert after.dtype == torch.float32
+    assert after.shape == (7, 10, 48)
     torch.testing.assert_close(after.view(70, 48), before, rtol=1e-5, atol=1e-5)
     assert layer.forward(x[:0]).shape == (0, 48)
     assert torch.equal(layer.forward(x.repeat(1, 2)[:, :130]), after.view(70, 48))  # not contiguous
-    with pytest.raises(ValueError, match="the weight takes torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"the weight takes torch\.bfloat16"):
         layer.forward(x.float())
     with pytest.raises(ValueError, match=r"\[\.\.\., 130\]"):
         layer.forward(x[:, :129])
@@ -140,7 +143,8 @@ def test_without_the_kernel_torch_computes_the_same(
     assert not layer.prepare(threads=2)
     assert layer.plain_weight() is layer.weight
     y = layer.forward(x.view(7, 10, 64))
-    assert y.dtype == (out_dtype or dtype) and y.shape == (7, 10, 100)
+    assert y.dtype == (out_dtype or dtype)
+    assert y.shape == (7, 10, 100)
     torch.testing.assert_close(
         y.view(70, 100).double(), x.double() @ weight.double().T + bias.double(), rtol=8e-3, atol=2e-2
     )

@@ -1,5 +1,6 @@
 """Model sources: what a string means, and Hugging Face ids fetched from a hub on loopback in processes of their own."""
 
+import errno
 import json
 import os
 import re
@@ -251,3 +252,15 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_cleans_up(tmp_path: Path
     assert [path.name for path in entry.iterdir()] == ["whole"]
     assert {path.name for path in entry.parent.iterdir()} == {name, f".{name}.lock"}
     assert build_once(name, fail, root=tmp_path) == entry
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"the model cache .*file/models cannot be written \(Not a directory\)"):
+        build_once("x", lambda staging: None, root=tmp_path / "file")
+
+    def fill_the_disk(staging: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ValueError, match=r"No space left on device.*DFLASH_CACHE"):
+        build_once("x", fill_the_disk, root=tmp_path)

@@ -19,6 +19,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen3", {"head_dim": 10}),
     ("qwen3", {"attention_bias": True, "head_dim": 4, "num_key_value_heads": 1}),
+    ("llama", {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2}),  # sizes of the compiled CPU layer
+    ("qwen3", {"attention_bias": True, "hidden_size": 64, "head_dim": 32}),
 ]
 
 

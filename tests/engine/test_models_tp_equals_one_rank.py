@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.parallel.sharding import Shard, shard, shard_heads
 from engine.parallel.tp_group import TpGroup
-from tests.reference.tp_scenario import PROMPT, TEXTS, Case, run_scenario, spawn_ranks
 from tests.reference.toy import fit_drafter, make_drafter, make_target
+from tests.reference.tp_scenario import PROMPT, TEXTS, Case, run_scenario, spawn_ranks
 
 # 8 heads divide; 9/3 heads are padded to 12/4, hidden 63 to 64, MLP 81 to 82, vocabulary 131 to 132.
 SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -3,14 +3,14 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_detokenizer import bytewise
-from toy_tokenizers import byte_level
 
 from engine.output_processor import RequestState
 from engine.outputs import OutputChunk
 from engine.request import TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.step import TokenLogprobs
+from tests.engine.test_detokenizer import bytewise
+from tests.engine.toy_tokenizers import byte_level
 
 MAX_DRAFTS = 7
 
@@ -152,10 +152,12 @@ def test_a_stop_inside_an_accepted_block_cuts_everything() -> None:
     ids = one_by_one("xyzENDtail")
     state, chunks = run(SamplingParams(stop="END", logprobs=0), [ids[:1], ids[1:8], ids[8:]], None)
     assert [chunk.text for chunk in chunks] == ["x", "yz", ""]
-    assert chunks[1].token_ids == tuple(ids[1:6]) and chunks[1].abort
+    assert chunks[1].token_ids == tuple(ids[1:6])
+    assert chunks[1].abort
     assert (chunks[1].finish_reason, chunks[1].stop_reason) == ("stop", "END")
     stats = state.spec_stats()
-    assert stats is not None and (stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (5, 5)
+    assert stats is not None
+    assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (5, 5)
     assert state.completion_output().cumulative_logprob == pytest.approx(sum(-i / 1000 for i in ids[:6]))
 
 
@@ -176,14 +178,19 @@ def test_the_text_of_a_stop_id_is_left_out_and_its_id_kept(include: bool) -> Non
         TokenDelta(request_id="r", token_ids=tuple(ids), finish_reason="stop", stop_reason=ids[-1], num_cached_tokens=2)
     )
     assert chunk.text == ("xyz" if include else "xy")
-    assert chunk.token_ids == tuple(ids) and chunk.stop_reason == ids[-1] and not chunk.abort
-    assert state.usage().cached_tokens == 2 and state.spec_stats() is None
+    assert chunk.token_ids == tuple(ids)
+    assert chunk.stop_reason == ids[-1]
+    assert not chunk.abort
+    assert state.usage().cached_tokens == 2
+    assert state.spec_stats() is None
 
 
 def test_a_stop_string_ahead_of_a_stop_id_wins() -> None:
     ids = one_by_one("aENDz")
     _, chunks = run(SamplingParams(stop="END"), [ids[:1], ids[1:]], "stop")
-    assert chunks[-1].stop_reason == "END" and chunks[-1].token_ids == tuple(ids[1:4]) and not chunks[-1].abort
+    assert chunks[-1].stop_reason == "END"
+    assert chunks[-1].token_ids == tuple(ids[1:4])
+    assert not chunks[-1].abort
 
 
 def test_without_detokenisation_there_is_no_text() -> None:

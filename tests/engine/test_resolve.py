@@ -305,8 +305,8 @@ def test_cache_size_by_memory_and_its_arithmetic(target: Path, drafter: Path) ->
     half = resolve(target, spec(drafter), kv_cache_memory_bytes=100 * block_bytes, tensor_parallel_size=2)
     assert half.num_blocks == 150
     message = (
-        "num_blocks: 33 blocks are fewer than one request can need: (512 tokens of max_model_len + 16 drafting slots) / "
-        f"16 tokens per block + 1 unused block = 34 blocks = 34 x {block_bytes} bytes = 0.30 MiB"
+        "num_blocks: 33 blocks are fewer than one request can need: (512 tokens of max_model_len + 16 drafting slots) "
+        f"/ 16 tokens per block + 1 unused block = 34 blocks = 34 x {block_bytes} bytes = 0.30 MiB"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(target, spec(drafter), num_blocks=33)

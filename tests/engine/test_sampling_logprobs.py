@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from test_sampling_rows import OneRank
 
 from engine.sampling.logprobs import to_messages, token_logprobs, top_ids
+from tests.engine.test_sampling_rows import OneRank
 
 torch.set_num_threads(1)
 

@@ -1,6 +1,7 @@
 """Every rule of SamplingParams, with the message a user sees; and the trip over the wire."""
 
 import math
+import re
 
 import msgspec
 import pytest
@@ -75,9 +76,8 @@ def test_accepted_and_equal_after_the_wire(fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(("field", "value", "message"), BAD)
 def test_refused_with_the_field_in_front(field: str, value: object, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
         SamplingParams(**{field: value})
-    assert str(caught.value).startswith(message)
 
 
 def test_every_field_has_a_bad_case() -> None:
@@ -90,7 +90,8 @@ def test_rules_hold_for_decoded_messages_too() -> None:
 
 
 def test_stop_needs_text() -> None:
-    with pytest.raises(ValueError, match="^stop needs detokenize=True"):
+    with pytest.raises(ValueError, match=r"^stop needs detokenize=True"):
         SamplingParams(stop="x", detokenize=False)
     assert SamplingParams(stop="x").stop == ("x",)
-    assert SamplingParams(temperature=0).is_greedy and not SamplingParams().is_greedy
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams().is_greedy

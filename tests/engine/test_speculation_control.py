@@ -3,11 +3,12 @@
 import logging
 
 import pytest
-from fake_runner import Harness, make_config
 
 from engine.speculative.counters import SpeculationCounters, batch_bucket, drafts_at_risk
 from engine.speculative.gate import SpeculationGate
 from engine.speculative.schedule import DraftLengthSchedule, round_down
+from tests.engine.fake_runner import make_config
+from tests.engine.host_harness import Harness
 
 LIMITS = {"max_draft_len": 7, "choices": (0, 1, 3, 7)}
 
@@ -45,19 +46,28 @@ def test_schedule_refuses(entries, message):
 def test_schedule_is_rounded_down_and_says_so():
     schedule, why = DraftLengthSchedule.live({4: 6, 1: 7, 8: 2, 16: 0}, **LIMITS)
     assert schedule.entries == {1: 7, 4: 3, 8: 1, 16: 0}
-    assert "batch size 4: 6 -> 3" in why and "batch size 8: 2 -> 1" in why and "batch size 1:" not in why
+    assert "batch size 4: 6 -> 3" in why
+    assert "batch size 8: 2 -> 1" in why
+    assert "batch size 1:" not in why
     assert [round_down(k, LIMITS["choices"]) for k in range(8)] == [0, 1, 1, 3, 3, 3, 3, 7]
 
 
 def test_apply_schedule_takes_only_newer_versions():
     harness = Harness(make_config())
     before = harness.core.stats()
-    assert before.schedule_version == (0, 0) and before.schedule == {64: 7}
+    assert before.schedule_version == (0, 0)
+    assert before.schedule == {64: 7}
     ack = harness.core.apply_schedule((1, 5), {1: 4, 8: 2})
-    assert ack.applied and ack.version == (1, 5) and ack.schedule == {1: 3, 8: 2} and "4 -> 3" in ack.rounded
+    assert ack.applied
+    assert ack.version == (1, 5)
+    assert ack.schedule == {1: 3, 8: 2}
+    assert "4 -> 3" in ack.rounded
     for version in [(1, 5), (1, 4), (0, 99)]:
         ack = harness.core.apply_schedule(version, {1: 1})
-        assert not ack.applied and ack.version == (1, 5) and ack.schedule == {1: 3, 8: 2} and ack.rounded == ""
+        assert not ack.applied
+        assert ack.version == (1, 5)
+        assert ack.schedule == {1: 3, 8: 2}
+        assert ack.rounded == ""
     assert harness.core.apply_schedule((2, 0), {1: 1}).applied
     with pytest.raises(ValueError, match="max_draft_len"):
         harness.core.apply_schedule((3, 0), {1: 8})
@@ -92,14 +102,16 @@ def test_gate_is_permanent_logs_once_and_resets(caplog):
     gate = SpeculationGate(window=2, threshold=0.3)
     assert gate.record_acceptance_rate(0.1) == (False, None)
     disabled, average = gate.record_acceptance_rate(0.146)
-    assert disabled and average == pytest.approx(0.123)
+    assert disabled
+    assert average == pytest.approx(0.123)
     for _ in range(5):
         assert gate.record_acceptance_rate(1.0) == (False, None)
     assert gate.disabled
     text = "Speculative decoding disabled: rolling acceptance rate avg 0.123 < threshold 0.3 over last 2 iterations"
     assert [record.message for record in caplog.records] == [f"[SpeculationGate] {text}"]
     gate.reset()
-    assert not gate.disabled and gate.record_acceptance_rate(0.9) == (False, None)
+    assert not gate.disabled
+    assert gate.record_acceptance_rate(0.9) == (False, None)
 
 
 @pytest.mark.parametrize("rate", [-0.01, 1.01, float("nan")])

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from toy_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, wrap
 
 from engine.tokenizer import Tokenizer
+from tests.engine.toy_tokenizers import CHAT_TEMPLATE, byte_fallback, byte_level, wrap
 
 MESSAGES = [
     {"role": "developer", "content": "be brief"},
@@ -33,7 +33,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_slow_tokenizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="^tokenizer object is not backed by the tokenizers library"):
+    with pytest.raises(ValueError, match=r"^tokenizer object is not backed by the tokenizers library"):
         Tokenizer(object())
 
 
@@ -52,7 +52,7 @@ def test_template_given_as_text_or_file(tmp_path: Path) -> None:
         tokenizer = Tokenizer(wrap(byte_level().backend), chat_template=given)
         text = tokenizer.render_chat([{"role": "user", "content": "a"}], template_kwargs={"greeting": "hi"})
         assert text == "hi:user=a;"
-    with pytest.raises(ValueError, match="^chat_template: 'nowhere.jinja' is neither"):
+    with pytest.raises(ValueError, match=r"^chat_template: 'nowhere.jinja' is neither"):
         Tokenizer(wrap(byte_level().backend), chat_template="nowhere.jinja")
 
 
@@ -60,7 +60,7 @@ def test_continue_final_message() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the dog"}]
     text = byte_level().render_chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith("<|im_start|>assistant\nthe dog")
-    with pytest.raises(ValueError, match="^continue_final_message and add_generation_prompt"):
+    with pytest.raises(ValueError, match=r"^continue_final_message and add_generation_prompt"):
         byte_level().render_chat(messages, continue_final_message=True)
 
 
@@ -82,9 +82,9 @@ def test_bad_messages(messages: list[dict[str, object]], message: str) -> None:
 
 def test_template_errors_and_missing_template() -> None:
     refusing = Tokenizer(wrap(byte_level().backend), chat_template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ValueError, match="^messages: the chat template refused them: roles must alternate"):
+    with pytest.raises(ValueError, match=r"^messages: the chat template refused them: roles must alternate"):
         refusing.render_chat([{"role": "user", "content": "a"}])
-    with pytest.raises(ValueError, match="^chat_template: the model's tokenizer has none"):
+    with pytest.raises(ValueError, match=r"^chat_template: the model's tokenizer has none"):
         Tokenizer(wrap(byte_level().backend, None)).render_chat([{"role": "user", "content": "a"}])
     assert Tokenizer(wrap(byte_level().backend, None), chat_template=CHAT_TEMPLATE).chat_template == CHAT_TEMPLATE
 

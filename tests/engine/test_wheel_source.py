@@ -142,9 +142,9 @@ def test_interrupted_conversion_leaves_nothing_half_made(index: Path, cache: Pat
 
 
 def test_concurrent_starters_share_one_conversion(index: Path, cache: Path) -> None:
-    starters = [start(FETCH, source(index)) for _ in range(3)]
+    starters = [start(FETCH, source(index)) for _ in range(2)]
     directories = {starter.communicate(timeout=120)[0].strip() for starter in starters}
-    assert [starter.returncode for starter in starters] == [0, 0, 0]
+    assert [starter.returncode for starter in starters] == [0, 0]
     assert len(directories) == 1
     assert_whole(Path(directories.pop()), index)
 

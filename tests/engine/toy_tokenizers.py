@@ -12,7 +12,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and then the other dog stops there",
     "stop STOP stopping </s> END. User: hello\n\nAssistant: naive cafe \u00e9t\u00e9 \u00fcber",
-    "\u4f60\u597d\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \U0001f600\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\u4f60\u597d\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467",
 ]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

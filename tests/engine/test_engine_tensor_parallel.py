@@ -1,0 +1,123 @@
+"""Two ranks decode what one does: same tokens, same drafts, one hidden-state gather a step of the stated size."""
+
+import pytest
+import torch
+
+from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.request import EngineRequest
+from tests.reference import toy as reference_toy
+from tests.toy import make_drafter, make_target
+
+SHAPES = {
+    "8 heads": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "9 heads padded to 12": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 45, "head_dim": 8},
+}
+NUM_STEPS = 200
+BASE = dict(dtype="float32", max_model_len=160, max_num_seqs=3, max_num_batched_tokens=48, block_size=8, threads=1)
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def models(request, tmp_path_factory):
+    """A target, and a drafter fitted to its greedy text so that drafts are really accepted."""
+    root = tmp_path_factory.mktemp("tp")
+    target = make_target(root / "target", **SHAPES[request.param])
+    drafter = make_drafter(root / "drafter", target, head_dim=8)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    reference_toy.fit_drafter(drafter, model, workload()[:3], text_len=60, steps=60)
+    return target, drafter
+
+
+def workload() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(0, 250, (n,), generator=generator).tolist() for n in (9, 14, 21, 30, 17, 12, 26, 8)]
+
+
+def trace(llm: LLM) -> dict:
+    """Decode the workload round after round with aborts and preemption for NUM_STEPS steps; tokens and drafts seen."""
+    drafts, program = [], llm._rank.runner._draft_program
+    real = program.draft
+
+    def record(slots_S, draft_len):
+        real(slots_S, draft_len)
+        drafts.append(llm._rank.runner.state.draft_tokens[slots_S, :draft_len].tolist())
+
+    program.draft = record
+    tokens: dict[str, list[int]] = {}
+    steps = count = 0
+    before = llm._rank.tp.hidden_gathers.calls, llm._rank.tp.hidden_gathers.bytes
+    while steps < NUM_STEPS:
+        while len([r for r in tokens if r in llm.core._sequences]) < 4:
+            prompt = workload()[count % 8]
+            params = SamplingParams(temperature=(0.0, 0.0, 0.7)[count % 3], max_tokens=60, seed=count, ignore_eos=True)
+            request = EngineRequest(request_id=f"r{count}", prompt_token_ids=tuple(prompt), params=params)
+            tokens[request.request_id] = []
+            llm.core.add_request(request)
+            count += 1
+        for delta in llm.core.step():
+            tokens[delta.request_id] += delta.token_ids
+        steps += 1
+        if steps % 17 == 0:
+            llm.core.abort(f"r{count - 2}")
+    gathers = llm._rank.tp.hidden_gathers
+    for request_id in tokens:
+        llm.core.abort(request_id)
+    while llm.core.has_work():
+        llm.core.step()
+    llm.core.check_integrity()
+    counters = llm.core.counters()
+    return {
+        "tokens": tokens,
+        "drafts": drafts,
+        "accepted": counters.num_accepted_tokens,
+        "preemptions": counters.preemptions,
+        "gathers": (gathers.calls - before[0], gathers.bytes - before[1]),
+        "steps": steps,
+    }
+
+
+def run(models, **options) -> dict:
+    target, drafter = models
+    spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter))
+    with LLM(str(target), speculative_config=spec, num_blocks=34, **(BASE | options)) as llm:
+        rows = []
+        if options.get("tensor_parallel_size", 1) > 1:
+            drafter_module = llm._rank.runner._draft_program._drafter
+            real = drafter_module.context_features
+
+            def count_rows(taps_NTH):
+                rows.append(taps_NTH.shape)
+                return real(taps_NTH)
+
+            drafter_module.context_features = count_rows
+        result = trace(llm)
+        result["rows"] = rows
+        return result
+
+
+@pytest.mark.parametrize("gather", ("taps", "fused"))
+def test_two_ranks_equal_one(models, gather):
+    one = run(models)
+    two = run(models, tensor_parallel_size=2, hidden_state_gather=gather)
+    assert one["accepted"] > 20 and one["preemptions"] > 0, "the run was meant to accept drafts and to preempt"
+    assert two["tokens"] == one["tokens"]
+    assert two["drafts"] == one["drafts"]
+    calls, num_bytes = two["gathers"]
+    assert calls == len(two["rows"]) == two["steps"]
+    hidden = two["rows"][0][2]
+    taps = two["rows"][0][1] if gather == "taps" else 1
+    share = -(-hidden // 2)
+    assert num_bytes == sum(shape[0] for shape in two["rows"]) * taps * share * 4
+
+
+def test_a_lost_follower_is_an_error_not_a_hang(models):
+    target, drafter = models
+    spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter))
+    with LLM(str(target), speculative_config=spec, num_blocks=60, tensor_parallel_size=2, **BASE) as llm:
+        llm._followers[0].kill()
+        llm._followers[0].wait()
+        with pytest.raises(RuntimeError, match="rank ended with exit code -9"):
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
+        llm.core._in_flight.clear()
+        llm.core._sequences.clear()
