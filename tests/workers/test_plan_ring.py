@@ -57,10 +57,11 @@ def echo(name_in: str, name_out: str) -> None:
         reader.close()
 
 
-def write_then_hang(name: str, count: int) -> None:
+def write_then_hang(name: str, count: int, out: Connection) -> None:
     writer = PlanWriter(name, num_readers=1)
     for i in range(count):
         writer.send(payload(i))
+    out.send("sent")
     time.sleep(60)
 
 
@@ -133,10 +134,12 @@ def test_full_ring_times_out_and_stays_usable() -> None:
 
 def test_dead_writer_is_noticed_after_its_last_message() -> None:
     name = new_ring_name()
-    process = SPAWN.Process(target=write_then_hang, args=(name, 5), daemon=True)
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=write_then_hang, args=(name, 5, theirs), daemon=True)
     process.start()
     reader = PlanReader(name, index=0, attach_timeout_s=20)
     assert reader.recv(20) == payload(0)
+    assert ours.recv() == "sent"
     os.kill(process.pid, signal.SIGKILL)
     started = time.monotonic()
     assert [reader.recv(5) for _ in range(4)] == [payload(i) for i in range(1, 5)]
