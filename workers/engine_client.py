@@ -153,7 +153,7 @@ class EngineClient(asyncio.Protocol):
                     self._write(encode_frame(Abort(request_id=request_id)))
 
     def abort(self, request_id: str) -> None:
-        """Asks the engine to end a request, whose stream then ends with finish_reason "abort". Unknown ids are ignored."""
+        """Asks the engine to end a request, whose stream then ends with finish_reason "abort". Unknown ids: no-op."""
         stream = self._streams.get(request_id)
         if stream is None:
             return

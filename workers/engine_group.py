@@ -1,12 +1,7 @@
 """`EngineGroup`: a replica's tensor-parallel ranks from placement to the last trace of them.
 
-<<<<<<< HEAD
 Fails the replica, not the rank: when one rank dies, raises or hangs, everything pending gets EngineDeadError with the
-root cause, which is logged once, and all ranks are ended. The owner is told by `wait_dead` and is expected to end itself.
-=======
-Fails the replica, not the rank: when one rank dies, raises or hangs, everything pending gets EngineDeadError with the root
-cause, which is logged once, and all ranks are ended. The owner is told by `wait_dead` and is expected to end itself.
->>>>>>> cli
+root cause, which is logged once, and all ranks are ended. The owner is told by `wait_dead` and should end itself.
 """
 
 import asyncio
@@ -41,11 +36,7 @@ from workers.gpu_worker import (
     RankJob,
     RankProgress,
 )
-<<<<<<< HEAD
 from workers.placement import Placement, PlacementError, check_ranks
-=======
-from workers.placement import Placement, PlacementError
->>>>>>> cli
 from workers.replica_socket import ReplicaSocket
 
 logger = logging.getLogger(__name__)
@@ -182,7 +173,6 @@ class EngineGroup:
             self._infos = await asyncio.wait_for(prepared, self._timeouts.place_s + _PREPARE_TIMEOUT_S)
         except TimeoutError:
             raise EngineDeadError(
-<<<<<<< HEAD
                 f"the ranks' processes did not start within {self._timeouts.place_s + _PREPARE_TIMEOUT_S:g} s in "
                 f"bundles {self._placement.group.bundle_specs[: self._num_ranks]}"
             ) from None
@@ -192,19 +182,6 @@ class EngineGroup:
             check_ranks(self._infos, device=self._config.device, hostname=socket.gethostname())
         except PlacementError as error:
             raise EngineDeadError(str(error)) from None
-=======
-                f"the ranks' processes did not start within {self._timeouts.place_s + _PREPARE_TIMEOUT_S:g} s in bundles "
-                f"{self._placement.group.bundle_specs[: self._num_ranks]}"
-            ) from None
-        except RayError as error:
-            raise EngineDeadError("a rank's process did not start", str(error)) from None
-        hosts = {info.hostname for info in self._infos} | {socket.gethostname()}
-        if len(hosts) > 1:
-            raise EngineDeadError(
-                f"the ranks and the replica must share one node, they are on {sorted(hosts)}: "
-                "use a STRICT_PACK placement group whose bundle 0 also holds the replica"
-            )
->>>>>>> cli
 
     async def _launch(self) -> socket.socket:
         """Starts every rank's run() and returns the connection from rank 0. The socket's name is gone afterwards."""
@@ -277,11 +254,7 @@ class EngineGroup:
             raise EngineDeadError(f"the readiness request ended with finish_reason {reason!r} instead of 'length'")
 
     async def _unless_it_fails(self, work: Awaitable[T], timeout_s: float, what: Callable[[], str]) -> T:
-<<<<<<< HEAD
-        """`work`'s result; EngineDeadError if a rank ends, the socket breaks, or timeout_s passes (what() says of what)."""
-=======
-        """`work`'s result; EngineDeadError if a rank ends, the socket breaks, or timeout_s (described by what()) passes."""
->>>>>>> cli
+        """`work`'s result; EngineDeadError if a rank ends, the socket breaks or timeout_s passes (see what)."""
         task = asyncio.ensure_future(work)
         try:
             signs: set[asyncio.Future[Any]] = {task, self._suspicion, *self._ends}
@@ -338,13 +311,8 @@ class EngineGroup:
         for info in self._infos:
             if not info.process.is_alive():
                 return EngineDeadError(
-<<<<<<< HEAD
                     f"rank {info.rank} (pid {info.process.pid}) died: its process ended without a report (killed, "
                     "out of memory, or a crash in native code)"
-=======
-                    f"rank {info.rank} (pid {info.process.pid}) died: its process ended without a report (killed, out of "
-                    "memory, or a crash in native code)"
->>>>>>> cli
                 )
         exits = [end.result() for end in self._ends if end.done() and not end.cancelled() and end.exception() is None]
         failed = min((e for e in exits if e.cause is not None), key=lambda e: e.at_s, default=None)

@@ -1,7 +1,7 @@
 """The engine loop of rank 0: requests in, `EngineCore.step`, one message out per step. Runs in its own thread.
 
-It owns the socket to the replica from `run` on. It never looks into a delta. Idle, it blocks in the kernel on the socket
-and on a wake pipe.
+It owns the socket to the replica from `run` on. It never looks into a delta. Idle, it blocks in the kernel on
+the socket and on a wake pipe.
 """
 
 import os

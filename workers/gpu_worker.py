@@ -1,6 +1,6 @@
 """`GpuWorker`: the Ray actor of one tensor-parallel rank (a CPU rank as well; the name is the architecture's).
 
-Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end is noticed at once.
+Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end shows at once.
 The short calls (`prepare`, `progress`) run in other threads of the actor. What a rank is made of comes from a factory,
 named by a dotted path, so that a simulated device can take the real one's place.
 """
@@ -142,15 +142,9 @@ class GpuWorker:
                 self._lead(job)
             else:
                 self._follow(job)
-<<<<<<< HEAD
         except Exception as error:
             # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the
             # group ends this process as soon as it has the cause.
-=======
-        except Exception as error:  # noqa: BLE001 - the process boundary: every cause is reported
-            # The rank is not closed here: leaving a process group whose peers are gone can block for ever, and the group
-            # ends this process as soon as it has the cause.
->>>>>>> cli
             cause = f"{type(error).__name__}: {error}"[:4000]
             details = "".join(traceback.format_exception(error))[-20000:]
             return RankExit(rank=self._rank, cause=cause, details=details, at_s=time.monotonic())

@@ -25,11 +25,7 @@ class ReplicaSocket:
         try:
             if len(os.fsencode(self.path)) >= MAX_PATH_BYTES:
                 raise ValueError(
-<<<<<<< HEAD
                     f"TMPDIR: the socket path {self.path} is not below {MAX_PATH_BYTES} bytes; choose another one"
-=======
-                    f"TMPDIR: the socket path {self.path} is not below {MAX_PATH_BYTES} bytes; choose a shorter directory"
->>>>>>> cli
                 )
             self._listener.bind(self.path)
             self._listener.listen(1)

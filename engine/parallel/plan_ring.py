@@ -1,8 +1,8 @@
 """A bounded ring of messages in shared memory: one writer (rank 0), a fixed number of readers (ranks 1..), one host.
 
 It carries step plans. It does not know what is in them. Every reader sees every message, in order. The writer blocks
-while the slowest reader is a full ring behind; a side that waits first looks a few times, then sleeps in the kernel. Either
-side notices that the other one's process has died. The memory's layout is in `ring_memory`.
+while the slowest reader is a full ring behind; a side that waits first looks a few times, then sleeps in the kernel.
+Either side notices that the other one's process has died. The memory's layout is in `ring_memory`.
 
 Every record carries its sequence number and a checksum, because Python has no memory barriers: on a weakly ordered
 processor a reader may see the new count before the bytes, and then looks again.

@@ -38,11 +38,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self.loop.run()
-<<<<<<< HEAD
         except Exception as error:
-=======
-        except BaseException as error:
->>>>>>> cli
             self.error = error
 
     async def tokens(self, req: EngineRequest) -> list[int]:
@@ -138,11 +134,7 @@ async def test_a_prompt_above_the_frame_limit_is_a_value_error() -> None:
         huge = EngineRequest(
             request_id="a", prompt_token_ids=(100_000,) * (protocol.MAX_FRAME_BYTES // 5 + 1), params=SamplingParams()
         )
-<<<<<<< HEAD
         with pytest.raises(ValueError, match=r"AddRequest: .* exceed the limit"):
-=======
-        with pytest.raises(ValueError, match="AddRequest: .* exceed the limit"):
->>>>>>> cli
             await anext(engine.client.submit(huge))
         assert await engine.tokens(request("a", 1, 2)) == [2, 3]
 
@@ -167,15 +159,9 @@ async def test_a_replica_that_does_not_read_holds_the_engine_back() -> None:
     async with running(core) as engine:
         task = asyncio.create_task(engine.tokens(request("a", 0, 1_000_000)))
         await engine.until(lambda: core.num_steps > 3)
-<<<<<<< HEAD
         time.sleep(0.3)
         before = core.num_steps
         time.sleep(0.2)
-=======
-        time.sleep(0.3)  # noqa: ASYNC251 - the replica's event loop is blocked
-        before = core.num_steps
-        time.sleep(0.2)  # noqa: ASYNC251
->>>>>>> cli
         assert core.num_steps == before < 2000, "the socket's buffer is the bound"
         assert await task == list(range(1, 1_000_001))
 
@@ -185,12 +171,7 @@ async def test_an_engine_error_reaches_every_stream_and_call_once() -> None:
     core.raise_step = 8
     async with running(core) as engine:
         streams = [engine.client.submit(request(f"r{i}", num=1000)) for i in range(5)]
-<<<<<<< HEAD
         await asyncio.gather(*[anext(stream) for stream in streams])
-=======
-        for stream in streams:
-            await anext(stream)
->>>>>>> cli
         for stream in streams:
             with pytest.raises(EngineDeadError, match="RuntimeError: the device is on fire") as caught:
                 async for _ in stream:
@@ -214,11 +195,7 @@ async def test_a_broken_socket_fails_streams_with_the_owners_root_cause() -> Non
     await asyncio.sleep(0.01)
     theirs.close()
     await asyncio.sleep(0.05)
-<<<<<<< HEAD
     assert [str(error)[:24] for error in seen] == ["rank 0 closed its socket"]  # perhaps with an errno behind it
-=======
-    assert [str(error) for error in seen] == ["rank 0 closed its socket"]
->>>>>>> cli
     assert not first.done(), "the owner is still looking for the cause"
     client.fail(EngineDeadError("rank 1 died"))
     client.fail(EngineDeadError("something later"))
@@ -255,11 +232,7 @@ async def test_calls_run_through_the_loop() -> None:
         assert (await client.counters()).prompt_tokens == 11
         await client.check_health()
         ack = await client.apply_schedule((2, 5), {4: 7})
-<<<<<<< HEAD
         assert (ack.applied, ack.version, ack.schedule) == (True, (2, 5), {4: 7})
-=======
-        assert ack.applied and ack.version == (2, 5) and ack.schedule == {4: 7}
->>>>>>> cli
         with pytest.raises(ValueError, match="schedule: a batch size below 1"):
             await client.apply_schedule((2, 6), {0: 7})
         await client.check_integrity()
@@ -317,10 +290,6 @@ async def test_shutdown_message_ends_the_loop() -> None:
 def test_a_replica_process_does_not_import_torch() -> None:
     code = "import sys, workers.engine_client, workers.protocol, workers.engine_group; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-<<<<<<< HEAD
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
-=======
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
->>>>>>> cli
     assert done.stdout.strip() == "False", done.stderr
