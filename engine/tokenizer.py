@@ -8,7 +8,6 @@ from typing import Any
 
 import tokenizers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -43,8 +42,15 @@ class Tokenizer:
         Raises:
             ValueError: no usable tokenizer in the directory, or as in the constructor.
         """
+        # AutoTokenizer imports torch, which a replica process otherwise never needs (seconds of its start); it is asked
+        # only where there is no tokenizer.json.
+        from transformers import PreTrainedTokenizerFast
+
+        loader: Any = PreTrainedTokenizerFast
+        if not (Path(model_dir) / "tokenizer.json").is_file():
+            from transformers import AutoTokenizer as loader  # noqa: N813
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+            hf_tokenizer = loader.from_pretrained(str(model_dir), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ValueError(f"model: cannot load a tokenizer from {model_dir}: {error}") from error
         return cls(hf_tokenizer, chat_template=chat_template)
