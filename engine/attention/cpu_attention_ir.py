@@ -6,7 +6,7 @@ rounding at the end. For a query, each sum runs in an order fixed by the positio
 `visible` add exact zeros: its result depends neither on the rows beside it nor on padding.
 """
 
-from llvmlite import ir  # type: ignore[import-untyped]  # the package has no type stubs
+from llvmlite import ir
 
 from engine.attention.cpu_job import Word
 from engine.layers.cpu_ir import F32, I64, LANES, V8F, V8I, Kernel, Value
@@ -19,22 +19,22 @@ def module_ir(kind: WeightType) -> str:
     b = k.b
     dim, group, kv_heads = k.word(Word.HEAD_DIM), k.word(Word.GROUP), k.word(Word.KV_HEADS)
     units, visible, stride = k.pointer(Word.UNITS), k.pointer(Word.VISIBLE), k.word(Word.SCORE_STRIDE)
-    thread = b.atomic_rmw("add", k.at(k.job, Word.TICKET, I64), k.int(1), "monotonic")
+    thread = b.atomic_rmw("add", k.at(k.job, Word.TICKET, I64), k.const(1), "monotonic")
     queries = k.at(k.pointer(Word.SCRATCH), b.mul(thread, k.word(Word.SCRATCH_STRIDE)), F32)
     query_floats = b.mul(k.word(Word.MAX_QUERIES), dim)
     sums = k.at(queries, query_floats, F32)
     eight = k.at(sums, query_floats, F32)  # K or V of eight positions
-    scores = k.at(eight, b.mul(dim, k.int(LANES)), F32)
+    scores = k.at(eight, b.mul(dim, k.const(LANES)), F32)
     out_stride = b.mul(b.mul(kv_heads, group), dim)
 
     with k.shared_loop(k.at(k.job, Word.COUNTER, I64), b.mul(k.word(Word.NUM_UNITS), kv_heads)) as item:
         unit, kv_head = b.sdiv(item, kv_heads), b.srem(item, kv_heads)
-        unit_at = b.mul(unit, k.int(3))
-        sequence, first_row, rows = (b.load(k.at(units, b.add(unit_at, k.int(i)), I64), typ=I64) for i in range(3))
+        unit_at = b.mul(unit, k.const(3))
+        sequence, first_row, rows = (b.load(k.at(units, b.add(unit_at, k.const(i)), I64), typ=I64) for i in range(3))
         num_queries = b.mul(rows, group)
         table = k.at(k.pointer(Word.TABLE), b.mul(sequence, k.word(Word.TABLE_STRIDE)), I64)
 
-        longest = k.local(k.int(0))
+        longest = k.local(k.const(0))
         with k.loop(0, rows) as row:
             seen = b.load(k.at(visible, b.add(first_row, row), I64), typ=I64)
             so_far = b.load(longest, typ=I64)
@@ -63,12 +63,12 @@ def module_ir(kind: WeightType) -> str:
             _read_eight(k, k.pointer(Word.V), table, kv_head, position, positions, eight, kind)
             with k.loop(0, num_queries) as m:
                 at = b.add(b.mul(m, stride), position)
-                weights = [k.splat(b.load(k.at(scores, b.add(at, k.int(j)), F32), typ=F32)) for j in range(LANES)]
+                weights = [k.splat(b.load(k.at(scores, b.add(at, k.const(j)), F32), typ=F32)) for j in range(LANES)]
                 with k.loop(0, dim, LANES) as d:
                     place = b.add(b.mul(m, dim), d)
                     value = k.load8(sums, place, "float32")
                     for j in range(LANES):
-                        row_j = b.add(b.mul(dim, k.int(j)), d)
+                        row_j = b.add(b.mul(dim, k.const(j)), d)
                         value = k.fma(weights[j], k.load8(eight, row_j, "float32"), value)
                     k.store8(value, sums, place, "float32")
 
@@ -129,7 +129,7 @@ def _eight_scores(k: Kernel, query: Value, eight: Value, dim: Value) -> Value:
     with k.loop(0, dim, LANES) as d:
         q = k.load8(query, d, "float32")
         for j in range(LANES):
-            row = k.load8(eight, b.add(b.mul(dim, k.int(j)), d), "float32")
+            row = k.load8(eight, b.add(b.mul(dim, k.const(j)), d), "float32")
             b.store(k.fma(q, row, b.load(partial[j], typ=V8F)), partial[j])
     return k.sums([b.load(p, typ=V8F) for p in partial])
 

@@ -16,7 +16,8 @@ from engine.layers.cpu_gemm_ir import module_ir
 from engine.layers.cpu_jit import KERNEL_DTYPES, compile_ir
 from engine.layers.cpu_tile_ir import PANEL, WeightType
 
-# Rows x k up to which the kernel widens x itself, on the calling thread; above, torch does it on all threads.
+# Rows x k up to which the kernel widens x itself, on the calling thread and its stack (256 KiB); above, torch does it
+# on all threads. A call to torch costs several us when the weights have just swept the caches.
 MAX_SELF_WIDENED = 64 * 1024
 _ALIGN = 32
 
@@ -48,11 +49,10 @@ def load_kernels(weight: WeightType) -> Kernels:
     engine = compile_ir(module_ir(weight))
     pointer, length = ctypes.c_void_p, ctypes.c_int64
     # CFUNCTYPE, not PYFUNCTYPE: the GIL is free while the kernel runs.
-    from_float32 = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, length)
-    from_bfloat16 = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, length, pointer)
+    kind = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, length)
     return Kernels(
-        from_float32=from_float32(engine.get_function_address("gemm_float32")),
-        from_bfloat16=from_bfloat16(engine.get_function_address("gemm_bfloat16")),
+        from_float32=kind(engine.get_function_address("gemm_float32")),
+        from_bfloat16=kind(engine.get_function_address("gemm_bfloat16")),
         engine=engine,
     )
 
@@ -121,8 +121,7 @@ class PackedMatrix:
             return out
         rows = size // self.k
         if x.dtype == torch.bfloat16 and size <= MAX_SELF_WIDENED:
-            scratch = torch.empty(size, dtype=torch.float32)
-            self._from_bfloat16(self._address, x.data_ptr(), out.data_ptr(), rows, scratch.data_ptr())
+            self._from_bfloat16(self._address, x.data_ptr(), out.data_ptr(), rows)
         else:
             wide = x.float()
             self._from_float32(self._address, wide.data_ptr(), out.data_ptr(), rows)

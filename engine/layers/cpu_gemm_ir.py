@@ -169,7 +169,7 @@ done:
 
 
 def _entry_points() -> str:
-    """gemm_float32(layer, x, out, rows) and gemm_bfloat16(layer, x, out, rows, scratch); scratch: float32 [rows, k]."""
+    """gemm_float32 and gemm_bfloat16(layer, x, out, rows); the latter widens x on its stack, so rows * k is small."""
     body = """
   %counters = alloca i8, i64 %counter_bytes, align 64
   %job = alloca %Job, align 64
@@ -212,15 +212,16 @@ parallel:
   %counter_bytes = mul i64 %threads, 64"""
     widen = """
   %n = mul i64 %rows, %k
-  call void @widen(ptr %x, ptr %scratch, i64 %n)"""
+  %wide = alloca float, i64 %n, align 32
+  call void @widen(ptr %x, ptr %wide, i64 %n)"""
     return (
         "define void @gemm_float32(ptr %layer, ptr %x32, ptr %out, i64 %rows) {\nentry:"
         + head
         + body
-        + "define void @gemm_bfloat16(ptr %layer, ptr %x, ptr %out, i64 %rows, ptr %scratch) {\nentry:"
+        + "define void @gemm_bfloat16(ptr %layer, ptr %x, ptr %out, i64 %rows) {\nentry:"
         + head
         + widen
-        + body.replace("%x32", "%scratch")
+        + body.replace("%x32", "%wide")
     )
 
 

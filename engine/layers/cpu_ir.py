@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]  # the package has no type stubs
+from llvmlite import ir
 
 from engine.layers.cpu_tile_ir import WeightType
 
@@ -56,7 +56,7 @@ class Kernel:
                 self._words[index, form] = convert(self.b.load(self.at(self.job, index, I64), typ=I64))
         return self._words[index, form]
 
-    def int(self, value: int) -> Value:
+    def const(self, value: int) -> Value:
         return ir.Constant(I64, value)
 
     def floats(self, value: float) -> Value:
@@ -65,7 +65,7 @@ class Kernel:
 
     def at(self, base: Value, index: Value, element: Any) -> Value:
         """Address of base[index]."""
-        index = self.int(index) if isinstance(index, int) else index
+        index = self.const(index) if isinstance(index, int) else index
         return self.b.gep(base, [index], source_etype=element)
 
     def splat(self, scalar: Value) -> Value:
@@ -83,8 +83,8 @@ class Kernel:
     @contextmanager
     def loop(self, start: Value, stop: Value, step: int = 1) -> Iterator[Value]:
         """for i in range(start, stop, step); yields i."""
-        start = self.int(start) if isinstance(start, int) else start
-        stop = self.int(stop) if isinstance(stop, int) else stop
+        start = self.const(start) if isinstance(start, int) else start
+        stop = self.const(stop) if isinstance(stop, int) else stop
         before = self.b.block
         head, body, after = (self.function.append_basic_block(n) for n in ("head", "body", "after"))
         self.b.branch(head)
@@ -94,7 +94,7 @@ class Kernel:
         self.b.cbranch(self.b.icmp_signed("<", i, stop), body, after)
         self.b.position_at_end(body)
         yield i
-        i.add_incoming(self.b.add(i, self.int(step)), self.b.block)
+        i.add_incoming(self.b.add(i, self.const(step)), self.b.block)
         self.b.branch(head)
         self.b.position_at_end(after)
 
@@ -104,10 +104,10 @@ class Kernel:
         head, body, after = (self.function.append_basic_block(n) for n in ("grab", "grabbed", "nothing_left"))
         self.b.branch(head)
         self.b.position_at_end(head)
-        first = self.b.atomic_rmw("add", counter, self.int(grain), "monotonic")
+        first = self.b.atomic_rmw("add", counter, self.const(grain), "monotonic")
         self.b.cbranch(self.b.icmp_signed("<", first, stop), body, after)
         self.b.position_at_end(body)
-        with self.loop(first, self.least(self.b.add(first, self.int(grain)), stop)) as i:
+        with self.loop(first, self.least(self.b.add(first, self.const(grain)), stop)) as i:
             yield i
         self.b.branch(head)
         self.b.position_at_end(after)
@@ -164,9 +164,11 @@ class Kernel:
             low = self.shuffled(a, c, [0, 8, 1, 9, 4, 12, 5, 13])
             return self.b.fadd(low, self.shuffled(a, c, [2, 10, 3, 11, 6, 14, 7, 15]))
 
-        fours = [paired(paired(vectors[i], vectors[i + 2]), paired(vectors[i + 1], vectors[i + 3])) for i in (0, 4)]
-        low = self.shuffled(*fours, [0, 1, 2, 3, 8, 9, 10, 11])
-        return self.b.fadd(low, self.shuffled(*fours, [4, 5, 6, 7, 12, 13, 14, 15]))
+        first, second = (
+            paired(paired(vectors[i], vectors[i + 2]), paired(vectors[i + 1], vectors[i + 3])) for i in (0, 4)
+        )
+        low = self.shuffled(first, second, [0, 1, 2, 3, 8, 9, 10, 11])
+        return self.b.fadd(low, self.shuffled(first, second, [4, 5, 6, 7, 12, 13, 14, 15]))
 
     def total(self, vector: Value) -> Value:
         """The sum of the lanes, in a fixed tree, as a scalar."""

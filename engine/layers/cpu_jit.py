@@ -75,7 +75,7 @@ def compile_ir(text: str, *, optimise: bool = False) -> Any:
     optimise: runs LLVM's light optimisations first, for text that is not written as it should be executed.
     Raises RuntimeError if the processor lacks what the kernels need or LLVM refuses the text.
     """
-    import llvmlite.binding as llvm  # type: ignore[import-untyped]  # the package has no type stubs
+    import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features()
     if not (features.get("avx2") and features.get("fma")):
@@ -109,7 +109,7 @@ class JobKernel:
         openmp = _openmp()
         assert openmp is not None
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        self._team = kind(ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value)
+        self._team = kind(("GOMP_parallel", openmp))
 
     def run(self, job: Any, threads: int) -> None:
         """job: a ctypes array of 64-bit words. The kernel shares its work out through counters in the job."""

@@ -4,7 +4,7 @@ They compute in float32 and round where the torch expressions they stand for rou
 from those only by the order of the norm's sum. Each row is computed alone.
 """
 
-from llvmlite import ir  # type: ignore[import-untyped]  # the package has no type stubs
+from llvmlite import ir
 
 from engine.layers.cpu_ir import F32, I64, LANES, PTR, V8F, Kernel, Value
 from engine.layers.cpu_rows_job import MAX_HEAD_DIM, NormWord, RotateWord, SiluWord
@@ -66,7 +66,7 @@ def _silu_mul(module: ir.Module, kind: WeightType) -> None:
     size, x, out = k.word(SiluWord.SIZE), k.pointer(SiluWord.X), k.pointer(SiluWord.OUT)
     with k.shared_loop(k.at(k.job, SiluWord.COUNTER, I64), k.word(SiluWord.ROWS), ROWS_PER_GRAB) as row:
         target = b.mul(row, size)
-        gate_at = b.mul(target, k.int(2))
+        gate_at = b.mul(target, k.const(2))
         with k.loop(0, size, LANES) as i:
             gate = k.load8(x, b.add(gate_at, i), kind)
             up = k.load8(x, b.add(b.add(gate_at, size), i), kind)
@@ -86,8 +86,8 @@ def _rotate_and_write(module: ir.Module, kind: WeightType) -> None:
     qkv, weight = k.pointer(RotateWord.QKV), k.pointer(RotateWord.NORM_WEIGHT)
     all_heads = b.add(heads, b.add(kv_heads, kv_heads))
     turned = b.add(heads, kv_heads)
-    half = b.sdiv(dim, k.int(2))
-    has_norm = b.icmp_signed("!=", k.word(RotateWord.NORM_WEIGHT), k.int(0))
+    half = b.sdiv(dim, k.const(2))
+    has_norm = b.icmp_signed("!=", k.word(RotateWord.NORM_WEIGHT), k.const(0))
     room = b.alloca(F32, MAX_HEAD_DIM)
     room.align = 32
     buffer = b.inttoptr(b.ptrtoint(room, I64), PTR)  # llvmlite types the address of a local; the helpers want any

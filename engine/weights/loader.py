@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.attention.context import Attention
+from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import DTYPES
-from engine.attention.reference import paged_attention
 from engine.config.engine import EngineConfig
 from engine.layers.linear import Linear
 from engine.models.decoder import DecoderLayer, LayerSpec
@@ -112,7 +112,7 @@ class Checkpoint:
 
 
 def load_target(
-    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention = paged_attention
+    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention = cpu_paged_attention
 ) -> TargetModel:
     """The rank's target shard with its weights. device: defaults to config.device; attention: the backend.
 
@@ -132,7 +132,7 @@ def load_target(
 
 
 def load_drafter(
-    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention = paged_attention
+    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention = cpu_paged_attention
 ) -> DFlashDrafter:
     """The rank's share of the drafter with its weights; see `load_target`."""
     assert config.drafter is not None and config.drafter_dir is not None
