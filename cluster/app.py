@@ -51,8 +51,8 @@ def build(
             cpus_per_rank=deployment.cpus,
         ),
         placement_group_strategy="STRICT_PACK",
-        # The ranks own the CPUs and GPUs of the group; the replica lives beside rank 0 and must not see a GPU.
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}},
+        # The ranks own the CPUs and GPUs of the group; the replica lives beside rank 0.
+        ray_actor_options={"num_cpus": 0},
         user_config=live_values(config),
     )
     return deploy(ModelServer).bind(without_live_values(config), starter)

@@ -4,6 +4,7 @@ Imports the engine's loaders only when called: importing the deployment class mu
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,6 +76,7 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         engine_config = await asyncio.to_thread(lambda: resolve_engine_config(**config.engine_arguments()))
     except ValueError as error:
         raise ValueError(in_config_terms(str(error))) from error
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # from here on the GPUs are the ranks' alone; they do not inherit this
     tokenizer = await asyncio.to_thread(
         lambda: Tokenizer.load(engine_config.model_dir, chat_template=config.model.chat_template)
     )

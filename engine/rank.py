@@ -61,7 +61,11 @@ class EngineRank:
             device=config.device,
             timeout_s=_GROUP_TIMEOUT_S,
         )
-        device = torch.device(config.device, rank) if config.device == "cuda" else torch.device("cpu")
+        device = torch.device("cpu")
+        if config.device == "cuda":
+            # A Ray actor sees only its own GPU; processes started by hand see all of them.
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
         say("loading the target")
         target = load_target(config, self.tp)
         drafter = None
