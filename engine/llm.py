@@ -62,6 +62,7 @@ class LLM:
         self._ring: PlanWriter | None = None
         self._num_requests = 0
         self._closed = False
+        self._failure: str | None = None
         self.tokenizer = Tokenizer.load(self.config.model_dir)
         try:
             init_method = self._start_followers()
@@ -88,21 +89,19 @@ class LLM:
         Raises:
             ValueError: a prompt that is empty or too long, or as many params as prompts are not given.
         """
+        if self._failure is not None:
+            raise RuntimeError(f"this engine failed earlier and is closed: {self._failure}")
         items = _as_list(prompts)
         params = _params_for(items, sampling_params)
         jobs = [self._job(item, p) for item, p in zip(items, params, strict=True)]
-        states: dict[str, RequestState] = {}
+        states = {request.request_id: state for job in jobs for request, state in job.sequences}
+        self._submit([request for job in jobs for request, _ in job.sequences])
         try:
-            for job in jobs:
-                for request, state in job.sequences:
-                    states[request.request_id] = state
-                    self.core.add_request(request)
-            self._run(dict(states))
-        except BaseException:
-            for request_id in states:
-                self.core.abort(request_id)
-            while self.core.has_work():
-                self.core.step()
+            self._run(states)
+        except BaseException as error:
+            # A step that broke off leaves ranks apart: nothing after it could be trusted.
+            self._failure = f"{type(error).__name__}: {error}"
+            self.close()
             raise
         return [job.output() for job in jobs]
 
@@ -137,6 +136,20 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _submit(self, requests: list[EngineRequest]) -> None:
+        """Queue all or none."""
+        added: list[str] = []
+        try:
+            for request in requests:
+                self.core.add_request(request)
+                added.append(request.request_id)
+        except ValueError:
+            for request_id in added:
+                self.core.abort(request_id)
+            while self.core.has_work():
+                self.core.step()
+            raise
 
     def _run(self, live: dict[str, RequestState]) -> None:
         while live:

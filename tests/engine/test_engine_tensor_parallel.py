@@ -80,7 +80,7 @@ def trace(llm: LLM) -> dict:
 def run(models, **options) -> dict:
     target, drafter = models
     spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter))
-    with LLM(str(target), speculative_config=spec, num_blocks=34, **(BASE | options)) as llm:
+    with LLM(str(target), speculative_config=spec, num_blocks=27, **(BASE | options)) as llm:
         rows = []
         if options.get("tensor_parallel_size", 1) > 1:
             drafter_module = llm._rank.runner._draft_program._drafter
@@ -119,5 +119,15 @@ def test_a_lost_follower_is_an_error_not_a_hang(models):
         llm._followers[0].wait()
         with pytest.raises(RuntimeError, match="rank ended with exit code -9"):
             llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
-        llm.core._in_flight.clear()
-        llm.core._sequences.clear()
+        with pytest.raises(RuntimeError, match="failed earlier and is closed"):
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
+
+
+def test_a_refused_prompt_leaves_the_engine_clean(models):
+    target, _ = models
+    with LLM(str(target), num_blocks=60, **BASE) as llm:
+        with pytest.raises(ValueError, match="prompt_token_ids: the prompt is empty"):
+            llm.generate([[1, 2, 3], []], SamplingParams(max_tokens=4))
+        assert not llm.core.has_work()
+        llm.core.check_integrity()
+        assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].outputs[0].token_ids) == 4
