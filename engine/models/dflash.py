@@ -15,6 +15,7 @@ from engine.attention.context import Attention, AttentionContext
 from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.model import DrafterConfig
+from engine.layers.cpu_rows import RowKernels, row_kernels
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import RotaryTable, rotate
@@ -80,7 +81,10 @@ class DFlashDrafter(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.context_k_norm = nn.Parameter(torch.ones(config.num_layers, 1, D, dtype=dtype, device=device), False)
+        self.context_k_norm = nn.Parameter(
+            torch.ones(config.num_layers, heads.num_kv_heads, D, dtype=dtype, device=device), False
+        )
+        self.suits_kernels = RowKernels.suit(hidden_size=H, mlp_size=self.spec.mlp.size, head_dim=D)
 
     def finish_loading(self) -> None:
         """Fills the context projection from the layers' weights; called once, after they are loaded."""
@@ -111,11 +115,25 @@ class DFlashDrafter(nn.Module):
         """Writes K (normed, rotated) and V of every layer at the rows' slots; rows to be dropped point into block 0."""
         assert kv.drafter_stack is not None
         N, L, g, D = c_NH.shape[0], self.config.num_layers, self.spec.heads.num_kv_heads, self.spec.head_dim
-        kv_N2 = self.context_kv.forward(c_NH).view(N, L, 2, g, D)
+        kv_NLE = self.context_kv.forward(c_NH).view(N, L, 2 * g * D)
         cos_N1D, sin_N1D = self.rotary.rows(positions_N)
-        k_NLgD = rms_scale(kv_N2[:, :, 0], self.config.rms_norm_eps) * self.context_k_norm
+        kernels = row_kernels(c_NH.dtype) if c_NH.device.type == "cpu" and self.suits_kernels else None
+        if kernels is not None:
+            for index, rows_NE in enumerate(kv_NLE.transpose(0, 1).contiguous()):
+                kernels.rotate_and_write(
+                    rows_NE,
+                    (cos_N1D, sin_N1D),
+                    slot_mapping_N,
+                    (kv.drafter_stack[2 * index], kv.drafter_stack[2 * index + 1]),
+                    num_heads=0,
+                    norm_weight=self.context_k_norm[index],
+                    eps=self.config.rms_norm_eps,
+                )
+            return
+        kv_NL2gD = kv_NLE.view(N, L, 2, g, D)
+        k_NLgD = rms_scale(kv_NL2gD[:, :, 0], self.config.rms_norm_eps) * self.context_k_norm
         k_NLgD = rotate(k_NLgD, cos_N1D.unsqueeze(1), sin_N1D.unsqueeze(1))
-        stack = torch.stack((k_NLgD, kv_N2[:, :, 1]), dim=2).view(N, 2 * L, g, D)
+        stack = torch.stack((k_NLgD, kv_NL2gD[:, :, 1]), dim=2).view(N, 2 * L, g, D)
         kv.drafter_stack.index_copy_(1, slot_mapping_N, stack.transpose(0, 1))
 
     def forward(self, x_NH: Tensor, positions_N: Tensor, ctx: AttentionContext, kv: KvCache) -> Tensor:
