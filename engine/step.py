@@ -116,10 +116,9 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Rows in plan order: every decode slot, then every prefill chunk that samples.
 
-    digest: hash of tokens and counts, equal on every rank. duration_s: device time of the step.
+    duration_s: device time of the step.
     """
 
     step_id: int
     rows: tuple[RowResult, ...]
     duration_s: float
-    digest: int = 0

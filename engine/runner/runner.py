@@ -4,7 +4,6 @@ Guard rail: only what every model and every step needs belongs here. A feature t
 """
 
 import time
-import zlib
 from collections import deque
 
 import torch
@@ -14,12 +13,13 @@ from engine.config.engine import EngineConfig
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
+from engine.runner.agreement import RankAgreement
 from engine.runner.batch import InputBuilder, decode_block
-from engine.runner.draft_program import DecideAndDraft, Decision
+from engine.runner.draft_program import DecideAndDraft
 from engine.runner.results import row_results
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetProgram
-from engine.step import StepPlan, StepResult
+from engine.step import RowResult, StepPlan, StepResult
 
 
 class ModelRunner:
@@ -46,6 +46,7 @@ class ModelRunner:
         self._draft_program = DecideAndDraft(
             config=config, target=target, drafter=drafter, kv=kv, state=self.state, builder=self._builder, tp=tp
         )
+        self._agreement = RankAgreement(tp, every_step=config.debug_checks)
         self._results: deque[StepResult] = deque()
 
     @torch.inference_mode()
@@ -64,25 +65,15 @@ class ModelRunner:
         self._draft_program.write_context(step, decision, num_decode, plan.verify_len)
         if decision is not None:
             self._draft_program.draft(decision.slots_S, plan.draft_len)
-        rows = ()
+        rows: tuple[RowResult, ...] = ()
         if decision is not None:
+            assert step.logits_MV is not None
             rows = row_results(decision, self.state, step.logits_MV, plan, self.tp)
         duration_s = time.perf_counter() - started
-        self._results.append(
-            StepResult(step_id=plan.step_id, rows=rows, duration_s=duration_s, digest=_digest(decision))
-        )
+        self._agreement.check(plan.step_id, decision)
+        self._results.append(StepResult(step_id=plan.step_id, rows=rows, duration_s=duration_s))
 
     def collect(self) -> StepResult:
         """The oldest launched step's result."""
         assert self._results, "collect without a launched step"
         return self._results.popleft()
-
-
-def _digest(decision: Decision | None) -> int:
-    """CRC of a step's tokens and counts; ranks that diverge differ here first."""
-    if decision is None:
-        return 0
-    emitted_SE = torch.arange(decision.tokens_SE.shape[1], device=decision.tokens_SE.device)
-    kept_SE = decision.tokens_SE.masked_fill(emitted_SE >= decision.num_emitted_S[:, None], -1)
-    packed = torch.cat([kept_SE, decision.num_accepted_S[:, None], decision.num_drafted_S[:, None]], dim=1)
-    return zlib.crc32(packed.cpu().numpy().tobytes())

@@ -13,7 +13,15 @@ SHAPES = {
     "9 heads padded to 12": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 45, "head_dim": 8},
 }
 NUM_STEPS = 200
-BASE = dict(dtype="float32", max_model_len=160, max_num_seqs=3, max_num_batched_tokens=48, block_size=8, threads=1)
+BASE = dict(
+    dtype="float32",
+    max_model_len=160,
+    max_num_seqs=3,
+    max_num_batched_tokens=48,
+    block_size=8,
+    threads=1,
+    debug_checks=True,  # the ranks compare their tokens in every step
+)
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
