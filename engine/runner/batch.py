@@ -38,6 +38,17 @@ def cache_slots(state: SlotState, slots_R: torch.Tensor, positions_RQ: torch.Ten
     return blocks_RQ * block_size + positions_RQ % block_size
 
 
+def assert_owned(cache_N: torch.Tensor, written_N: torch.Tensor, block_size: int) -> None:
+    """The cache slots that a forward writes lie in blocks of their rows and are written once (debug_checks).
+
+    A slot in the null block would lose its K/V silently: the table entry was never sent. Two rows that write one slot
+    hold the same block.
+    """
+    slots_M = cache_N[written_N]
+    assert bool((slots_M >= block_size).all()), f"a row writes to the null block: slots {slots_M.tolist()}"
+    assert slots_M.unique().numel() == slots_M.numel(), f"two rows write one cache slot: {slots_M.tolist()}"
+
+
 def decode_block(state: SlotState, slots_R: torch.Tensor, verify_len: int) -> DecodeBlock:
     """Read the rows' drafts; k = min(verify_len, draft_count, max_len - 2 - committed_len), 0 for finished rows.
 
@@ -65,6 +76,7 @@ class InputBuilder:
         self._block_size = config.block_size
         self._bucket = config.context_bucket
         self._max_columns = config.max_blocks_per_seq
+        self._debug_checks = config.debug_checks
         self._device = device
 
     def target_inputs(self, decode: DecodeBlock | None, prefill: tuple[PrefillChunk, ...]) -> ForwardInputs:
@@ -72,12 +84,14 @@ class InputBuilder:
         ids: list[torch.Tensor] = []
         positions: list[torch.Tensor] = []
         cache: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
         groups: list[AttentionGroup] = []
         if decode is not None:
-            ids_RQ, positions_RQ, cache_RQ = self._decode_rows(decode)
+            ids_RQ, positions_RQ, cache_RQ, written_RQ = self._decode_rows(decode)
             ids.append(ids_RQ.flatten())
             positions.append(positions_RQ.flatten())
-            cache.append(cache_RQ.flatten())
+            cache.append(cache_RQ.masked_fill(~written_RQ, 0).flatten())
+            written.append(written_RQ.flatten())
             num_rows, width = ids_RQ.shape
             groups.append(
                 self._group(
@@ -95,8 +109,12 @@ class InputBuilder:
             ids.append(chunk_ids)
             positions.append(chunk_positions)
             cache.append(chunk_cache)
+            written.append(torch.ones_like(chunk_cache, dtype=torch.bool))
             groups.append(group)
-        context = AttentionContext(slot_mapping_N=torch.cat(cache), groups=tuple(groups))
+        cache_N = torch.cat(cache)
+        if self._debug_checks:
+            assert_owned(cache_N, torch.cat(written), self._block_size)
+        context = AttentionContext(slot_mapping_N=cache_N, groups=tuple(groups))
         return ForwardInputs(ids_N=torch.cat(ids), positions_N=torch.cat(positions), context=context)
 
     def draft_inputs(
@@ -112,6 +130,8 @@ class InputBuilder:
         ids_RW[:, 0] = last_R
         positions_RW = torch.minimum(committed_R[:, None] + columns_W, torch.tensor(limit - 1, device=self._device))
         cache_RW = cache_slots(self._state, slots_R, positions_RW, self._block_size)
+        if self._debug_checks:
+            assert_owned(cache_RW, live_R[:, None].expand_as(cache_RW), self._block_size)
         cache_RW = cache_RW.masked_fill(~live_R[:, None], 0)
         group = self._group(
             first_row=0,
@@ -124,17 +144,17 @@ class InputBuilder:
         context = AttentionContext(slot_mapping_N=cache_RW.flatten(), groups=(group,))
         return ForwardInputs(ids_N=ids_RW.flatten(), positions_N=positions_RW.flatten(), context=context)
 
-    def _decode_rows(self, decode: DecodeBlock) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _decode_rows(self, decode: DecodeBlock) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(ids, positions, cache slots, which of them are written), each [R, K+1]."""
         last_R1 = self._state.last_token[decode.slots_R][:, None]
         ids_RQ = torch.cat([last_R1, decode.drafts_RK], dim=1)
         columns_Q = torch.arange(ids_RQ.shape[1], device=self._device)
         filler_RQ = columns_Q > decode.k_R[:, None]
-        # A column past k holds a valid id at a valid position; it writes to the null block and nobody reads its logits.
+        # A column past k holds a valid id at a valid position; it is not written and nobody reads its logits.
         ids_RQ = torch.where(filler_RQ, last_R1, ids_RQ)
         positions_RQ = decode.committed_R[:, None] + torch.minimum(columns_Q, decode.k_R[:, None])
         cache_RQ = cache_slots(self._state, decode.slots_R, positions_RQ, self._block_size)
-        cache_RQ = cache_RQ.masked_fill(filler_RQ | decode.finished_R[:, None], 0)
-        return ids_RQ, positions_RQ, cache_RQ
+        return ids_RQ, positions_RQ, cache_RQ, ~(filler_RQ | decode.finished_R[:, None])
 
     def _prefill_rows(
         self, prefill: tuple[PrefillChunk, ...], first_row: int
