@@ -77,15 +77,20 @@ class GenerationResponse(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _run(self, send: Send) -> None:
+        async def reply(message: Message) -> None:
+            try:
+                await send(message)
+            except OSError as error:  # from the server alone; an OSError of our own must not pass for a hang-up
+                raise ClientDisconnect from error
+
         generation = self._pending.open()
         try:
             await generation.start()
             if self._pending.stream:
-                await self._send_events(generation, send)
+                await self._send_events(generation, reply)
             else:
-                await self._send_body(generation, send)
-        except OSError:
-            # The server could not write: the client is gone, and there is nobody to tell.
+                await self._send_body(generation, reply)
+        except ClientDisconnect:
             logger.debug("The client of %s hung up.", self._pending.form.response_id)
         finally:
             await generation.close()
