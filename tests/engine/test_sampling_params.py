@@ -51,6 +51,7 @@ BAD = [
     ("stop", [5], "stop must hold non-empty strings, got 5"),
     ("stop", 5, "stop must be a list of strings, got 5"),
     ("stop_token_ids", [-1], "stop_token_ids must be at least 0, got -1"),
+    ("stop_token_ids", list(range(129)), "stop_token_ids must hold at most 128 ids, got 129"),
     ("stop_token_ids", ["2"], "stop_token_ids must be an integer, got '2'"),
     ("stop_token_ids", 2, "stop_token_ids must be a list of token ids, got 2"),
     ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
