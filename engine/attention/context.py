@@ -16,7 +16,7 @@ class AttentionGroup:
     q_lens:     queries of each sequence (uniform for decode).
     q_start_R:  int64, position of the first query.
     kv_len_R:   int64, visible K/V length with the new tokens included, >= 1.
-    block_table_RB: int64, ceil(max_kv_len / block_size) columns or more; entries past a sequence's blocks are any valid id.
+    block_table_RB: int64, ceil(max_kv_len / block_size) columns or more; past a sequence's blocks any valid id.
     max_kv_len: host-side upper bound of kv_len_R; it fixes the shapes, so equal values give equal programs.
     causal:     query i sees positions <= q_start + i; otherwise every position below kv_len.
     cache:      per-step derived tensors of a backend (masks, gather indices), filled at the first layer.
