@@ -1,7 +1,7 @@
 """The engine loop of rank 0: requests in, `EngineCore.step`, one message out per step. Runs in its own thread.
 
 It owns the socket to the replica from `run` on. It never looks into a delta. Idle, it blocks in the kernel on
-the socket and on a wake pipe.
+the socket and on a wake pipe, and checks the engine's integrity once: a leak ends the engine while nobody waits for it.
 """
 
 import os
@@ -36,6 +36,7 @@ from workers.protocol import (
 )
 
 _READ_BYTES = 1 << 18  # one read between two steps: a flood of requests cannot keep the engine from stepping
+_IDLE_CHECK_S = 1.0  # idle for so long, the check of a large cache (some 0.1 s) delays hardly anyone
 _FAREWELL_S = 1.0  # time given to the last message; the replica also learns the cause from the rank's own report
 
 
@@ -93,6 +94,7 @@ class EngineLoop:
         self._is_over = False
         self._stop = False
         self._beats = 0
+        self._is_checked = True  # nothing has run since the last integrity check
         # poll, not select: a rank that maps many weight files may have descriptors above select's limit.
         self._until_readable = select.poll()
         self._until_readable.register(connection, select.POLLIN)
@@ -127,6 +129,7 @@ class EngineLoop:
                 if not self._stop and self._core.has_work():
                     deltas = self._core.step()
                     self._beats += 1
+                    self._is_checked = False
                     self._send(StepMessage(beat=self._beats, deltas=tuple(deltas)))
         except (_PeerGone, _Stopped):
             return
@@ -143,10 +146,8 @@ class EngineLoop:
     # ------------------------------------------------------------------------------------------------------ inbound
 
     def _receive(self, *, block: bool) -> None:
-        if block:
-            ready = [fd for fd, _ in self._until_readable.poll()]
-            if self._connection.fileno() not in ready:
-                return
+        if block and not self._wait_for_messages():
+            return
         try:
             data = self._connection.recv(_READ_BYTES)
         except BlockingIOError:
@@ -157,6 +158,19 @@ class EngineLoop:
             raise _PeerGone
         for payload in self._frames.feed(data):
             self._handle(decode_to_engine(payload))
+
+    def _wait_for_messages(self) -> bool:
+        """Blocks while the engine is idle. False: woken up by `request_stop`.
+
+        Raises:
+            RuntimeError: the engine's bookkeeping has leaked or disagrees.
+        """
+        ready = self._until_readable.poll(None if self._is_checked else _IDLE_CHECK_S * 1e3)
+        if not ready:
+            self._core.check_integrity()
+            self._is_checked = True
+            ready = self._until_readable.poll()
+        return self._connection.fileno() in [fd for fd, _ in ready]
 
     def _handle(self, message: ToEngine) -> None:
         match message:

@@ -260,6 +260,32 @@ async def test_idle_blocks_and_stop_wakes_it() -> None:
             await engine.client.check_health()
 
 
+async def test_the_engine_checks_itself_once_when_it_falls_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engine_loop._IDLE_CHECK_S", 0.05)
+    core = FakeCore()
+    checks: list[int] = []
+    monkeypatch.setattr(core, "check_integrity", lambda: checks.append(core.num_steps))
+    async with running(core) as engine:
+        await asyncio.sleep(0.2)
+        assert not checks, "nothing has run yet"
+        await engine.tokens(request("a", num=3))
+        await engine.until(lambda: checks == [3])
+        await asyncio.sleep(0.2)
+        assert checks == [3], "once, not again and again"
+        await engine.client.check_health()
+
+
+async def test_a_leak_found_when_idle_ends_the_engine_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engine_loop._IDLE_CHECK_S", 0.05)
+    core = FakeCore()
+    core.broken = "block 3: 1 references, 0 owners"
+    async with running(core) as engine:
+        assert len(await engine.tokens(request("a", num=3))) == 3
+        await engine.until(lambda: engine.error is not None)
+        with pytest.raises(EngineDeadError, match="the engine loop failed: RuntimeError: block 3: 1 references"):
+            await engine.client.check_health()
+
+
 async def test_stop_interrupts_a_write_that_nobody_reads() -> None:
     core = FakeCore()
     core.tokens_per_step = 5000
