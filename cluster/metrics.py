@@ -115,6 +115,9 @@ class _EngineSnapshot(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests in the batch.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a place.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use (1 is all).", stats.kv_usage)
+        yield self._gauge("dflash:kv_blocks", "KV blocks of the cache.", stats.total_blocks)
+        yield self._gauge("dflash:kv_blocks_free", "KV blocks with neither owner nor prefix key.", stats.free_blocks)
+        yield self._gauge("dflash:kv_blocks_cached", "KV blocks that only a prefix hit revives.", stats.cached_blocks)
         yield self._gauge("dflash:draft_len", "Draft length of the last step.", stats.draft_len)
         yield self._gauge(
             "dflash:speculation_disabled", "1 once the acceptance gate has tripped.", int(stats.speculation_disabled)

@@ -92,8 +92,11 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus metrics of this replica."""
-        body, content_type = await render_metrics()
+        """Prometheus metrics of this replica; 503 once its engine is gone."""
+        try:
+            body, content_type = await render_metrics()
+        except EngineDeadError as error:
+            raise unavailable("The engine does not answer; try again.", retry_after_s=RETRY_AFTER_S) from error
         return Response(body, headers={"content-type": content_type})
 
     return app

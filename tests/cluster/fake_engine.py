@@ -22,6 +22,7 @@ from cluster.metrics import ServeMetrics
 from cluster.openai.api import create_app
 from cluster.openai.params import SamplingDefaults
 from cluster.openai.service import OpenAIService, ServedModel
+from engine.core import EngineStats
 from engine.request import EngineRequest, TokenDelta
 from engine.step import TokenLogprobs
 from engine.tokenizer import Tokenizer
@@ -136,7 +137,20 @@ class FakeEngine:
         self.aborted.append(request_id)
 
     async def stats(self) -> Any:
-        return SimpleNamespace(num_running=2, num_waiting=1, kv_usage=0.25, draft_len=7, speculation_disabled=False)
+        await self.check_health()
+        return EngineStats(
+            num_running=2,
+            num_waiting=1,
+            num_in_flight=0,
+            free_blocks=4,
+            cached_blocks=2,
+            total_blocks=8,
+            kv_usage=0.25,
+            draft_len=7,
+            schedule_version=(0, 0),
+            schedule={},
+            speculation_disabled=False,
+        )
 
     async def counters(self) -> Any:
         return SimpleNamespace(

@@ -162,10 +162,19 @@ def test_metrics(server: ApiServer):
     assert samples["vllm:num_requests_running", None] == 2
     assert samples["vllm:num_requests_waiting", None] == 1
     assert samples["vllm:kv_cache_usage_perc", None] == 0.25
+    blocks = [samples[f"dflash:kv_blocks{kind}", None] for kind in ("", "_free", "_cached")]
+    assert blocks == [8, 4, 2]
     assert samples["vllm:prompt_tokens_total", None] == 100
     assert samples["vllm:generation_tokens_total", None] == 35
     assert samples["vllm:time_to_first_token_seconds_count", None] >= 1
     assert samples["vllm:request_success_total", None] >= 1
+
+
+def test_metrics_of_a_dead_engine_are_unavailable(server: ApiServer):
+    server.engine.healthy = False
+    reply = server.http.get("/metrics")
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert "rank" not in reply.text
 
 
 def test_sampling_defaults_of_a_checkpoint(tmp_path):
