@@ -70,6 +70,21 @@ def gauges(url: str) -> dict[str, float]:
     return wanted
 
 
+def left_over(record: dict) -> list[str]:
+    """What the idle server still holds, or has grown by: more than 5 % in the second half."""
+    after, growth_mb = record["after"], record["memory_growth_second_half_mb"]
+    faults = [name for name in ("vllm:num_requests_running", "vllm:num_requests_waiting") if after[name]]
+    if after["dflash:kv_blocks_free"] + after["dflash:kv_blocks_cached"] != after["dflash:kv_blocks"]:
+        faults.append("KV blocks are neither free nor cached")
+    if growth_mb is None or not record["memory_mb"][-1][1]:
+        faults.append("the server's processes were not found on this machine, so their memory is unknown")
+    elif growth_mb > 0.05 * record["memory_mb"][-1][1]:
+        faults.append(f"memory grew by {growth_mb} MB")
+    for fault in faults:
+        print(f"left over: {fault}", file=sys.stderr)
+    return faults
+
+
 def server_memory_mb() -> float:
     """Resident memory of every process whose command line names a Ray worker of ours."""
     total = 0
@@ -118,14 +133,14 @@ def main() -> None:
         "command": "python benchmarks/soak.py " + " ".join(sys.argv[2:]),
         "machine": platform.machine(),
         "tally": {**tally, "errors": tally["errors"][:10], "num_errors": len(tally["errors"])},
-        "after": {k: v for k, v in after.items() if "num_requests" in k or "blocks" in k or "kv_cache" in k},
+        "after": {k: v for k, v in after.items() if "num_requests" in k or "kv_" in k},
         "health": health,
         "memory_mb": memory,
         "memory_growth_second_half_mb": round(half[-1] - half[0], 1) if half else None,
     }
     args.out.write_text(json.dumps(record, indent=1))
     print(json.dumps({k: record[k] for k in ("tally", "after", "health", "memory_growth_second_half_mb")}, indent=1))
-    sys.exit(1 if tally["errors"] or tally["cut_without_finish_reason"] or health != 200 else 0)
+    sys.exit(1 if tally["errors"] or tally["cut_without_finish_reason"] or health != 200 or left_over(record) else 0)
 
 
 if __name__ == "__main__":
