@@ -3,8 +3,9 @@
     dflash serve configs/smollm2-135m.yaml        (in another terminal)
     python benchmarks/soak.py OUT.json --url http://127.0.0.1:8000 [--clients 64] [--seconds 60]
 
-Afterwards, with the server idle: no stream that was kept to its end saw an error, /metrics shows nothing running or waiting
-and every KV block free or cached, and the resident memory of the server's processes is flat over the second half of the run.
+Afterwards, with the server idle: no stream that was kept to its end saw an error, /metrics shows nothing running or
+waiting and every KV block free or cached, and the resident memory of the server's processes is flat over the second half
+of the run. Anything else exits 1.
 """
 
 import argparse
