@@ -4,8 +4,8 @@
     python benchmarks/soak.py OUT.json --url http://127.0.0.1:8000 [--clients 64] [--seconds 60]
 
 Afterwards, with the server idle: no stream that was kept to its end saw an error, /metrics shows nothing running or
-waiting and every KV block free or cached, and the resident memory of the server's processes is flat over the second half
-of the run. Anything else exits 1.
+waiting and every KV block free or cached, and the resident memory of the server's processes is flat over the second
+half of the run. Anything else exits 1.
 """
 
 import argparse
@@ -28,7 +28,7 @@ async def one_client(index: int, url: str, model: str, deadline: float, rng: ran
             hang_up_after = rng.uniform(0.0, 6.0)
             body = {
                 "model": model,
-                "messages": [{"role": "user", "content": f"Write {rng.randrange(2, 9)} words about the number {index}."}],
+                "messages": [{"role": "user", "content": f"Write {rng.randrange(2, 9)} words about number {index}."}],
                 "max_tokens": rng.randrange(4, 48),
                 "temperature": rng.choice((0.0, 0.8)),
                 "stream": True,

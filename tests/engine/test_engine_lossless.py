@@ -227,6 +227,36 @@ def test_chunking_never_changes_the_drafts(models):
         assert any(at in by_position for at, _ in late)
 
 
+@pytest.mark.parametrize("depth", (0, 1))
+def test_preemption_never_changes_the_drafts(models, depth):
+    """A request that lost its blocks drafts, at every position, what it drafts when it is left alone."""
+    texts = prompts(3, seed=21, longest=40)
+
+    def drafts(llm: LLM) -> dict[tuple[int, int], tuple[int, ...]]:
+        program, state, seen = llm._rank.runner._draft_program, llm._rank.runner.state, {}
+        real = program.draft
+
+        def record(slots_S, draft_len):
+            real(slots_S, draft_len)
+            for slot in slots_S.tolist():
+                count = int(state.draft_count[slot])
+                if count:
+                    key = state.init_of(slot).seed, int(state.committed_len[slot])
+                    seen[key] = tuple(state.draft_tokens[slot, :count].tolist())
+
+        program.draft = record
+        llm.generate(texts, greedy(3))
+        return seen
+
+    with engine(models["llama"], 7, pipeline_depth=depth) as roomy:
+        expected = drafts(roomy)
+        assert roomy.core.counters().preemptions == 0
+    small = dict(num_blocks=22, max_model_len=140, enable_prefix_caching=False)
+    with engine(models["llama"], 7, pipeline_depth=depth, **small) as tight:
+        assert drafts(tight) == expected
+        assert tight.core.counters().preemptions > 0
+
+
 def test_logprobs_are_the_raw_models(models):
     target = models["llama"][0]
     text = prompts(1, seed=17)[0]

@@ -1,4 +1,4 @@
-"""Ranks that decide differently are found out: at the steps where a comparison is due, by what counts, and nothing else."""
+"""Ranks that decide differently are found out, at the steps where a comparison is due."""
 
 import pytest
 import torch
