@@ -15,6 +15,7 @@ _UNSUPPORTED: tuple[tuple[str, object], ...] = (
     ("prompt_logprobs", None),
 )
 MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 128  # every step compares every row of the batch with all of them
 MIN_TEMPERATURE = 1e-5  # below it, scaled float32 logits overflow and ties decide
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
 
@@ -97,6 +98,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"stop must hold non-empty strings, got {text!r}; remove it from the list.")
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize=True, because stop strings are searched in the text.")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}; use stop "
+                "strings, or end the request from the client."
+            )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, low=0)
 

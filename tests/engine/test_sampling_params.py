@@ -46,6 +46,7 @@ BAD = [
     ("logprobs", -1, "logprobs must be between 0 and 20, got -1"),
     ("logprobs", 21, "logprobs must be between 0 and 20, got 21"),
     ("logprobs", True, "logprobs must be an integer, got True"),
+    ("stop_token_ids", [0] * 129, "stop_token_ids may hold at most 128 ids, got 129"),
     ("stop", "", "stop must hold non-empty strings, got ''"),
     ("stop", ["a", ""], "stop must hold non-empty strings"),
     ("stop", [5], "stop must hold non-empty strings, got 5"),
