@@ -122,6 +122,15 @@ def test_a_request_that_never_fits_is_400(server: ApiServer):
     )
 
 
+def test_a_request_that_never_fits_is_refused_before_work_is_done_for_it(server: ApiServer, monkeypatch):
+    monkeypatch.setattr(server.service, "_tokenizer", None)  # nothing is tokenised
+    reply = server.http.post("/v1/completions", json=TEXT | {"prompt": ["a"] * 33, "n": 2})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == (
+        "prompt: the request asks for 66 completions, this server holds at most 64 at once; split the request"
+    )
+
+
 def test_metrics_of_an_engine_that_does_not_answer_are_503(server: ApiServer, monkeypatch):
     async def dead():
         raise EngineDeadError("rank 0 exited with code -9")
