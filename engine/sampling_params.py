@@ -104,7 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 "strings, or end the request from the client."
             )
         for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, low=0)
+            _check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
 
     def _refuse_unsupported(self) -> None:
         for name, off in _UNSUPPORTED:
@@ -118,6 +118,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def is_greedy(self) -> bool:
         """True if every token is the most likely one."""
         return self.temperature == 0.0
+
+
+def choice_seed(seed: int | None, index: int) -> int | None:
+    """The seed of choice `index` of one request: seed + index, wrapped to 64 bits; None stays None."""
+    if seed is None:
+        return None
+    return (seed + index - _SEED_MIN) % 2**64 + _SEED_MIN
 
 
 def _as_tuple(name: str, value: object, what: str) -> tuple[object, ...]:
