@@ -62,17 +62,17 @@ def pairs_of(run: dict) -> set:
 
 def make_engine(args, *, draft_len: int, run: dict, num_tokens: int, longest: int) -> LLM:
     spec = DFlashDecodingConfig(max_draft_len=draft_len, speculative_model=args.drafter) if draft_len else None
-    tight = -(-(longest + num_tokens + 40) // 16) * 2 + 4
+    blocks_of_one = -(-(longest + num_tokens + 16) // 16) + 2
     batch = run.get("batch", 8)
     return LLM(
         args.model,
         speculative_config=spec,
         dtype="float32",
         threads=max(1, args.threads // run.get("tensor_parallel_size", 1)),
-        max_model_len=1024,
+        max_model_len=(blocks_of_one - 3) * 16,
         max_num_seqs=batch,
         max_num_batched_tokens=max(run.get("chunk", 512), batch * (draft_len + 1)),
-        num_blocks=tight if run.get("preemption") else 600,
+        num_blocks=2 * blocks_of_one if run.get("preemption") else 600,
         enable_prefix_caching=run.get("prefix_hit", "none") != "none",
         pipeline_depth=run.get("pipeline_depth", 0),
         tensor_parallel_size=run.get("tensor_parallel_size", 1),
@@ -123,19 +123,23 @@ def main() -> None:
     parser.add_argument("--part", choices=("full", "pairs", "all"), default="all")
     args = parser.parse_args()
     cases = json.loads(args.reference.read_text())["cases"]
-    rows: dict[str, list[dict]] = {}
+    jobs: list[tuple[str, list[dict], dict, int]] = []
     if args.part in ("full", "all"):
-        rows["full"] = [compare(args, cases, {"K": k, "batch": 8}, 128) for k in (0, 15)]
+        jobs += [("full", cases, {"K": k, "batch": 8}, 128) for k in (0, 15)]
     if args.part in ("pairs", "all"):
-        ten = cases[::6][:10]
-        rows["pairs"] = [compare(args, ten, run, 64) for run in covering_array()]
+        jobs += [("pairs", cases[::6][:10], run, 64) for run in covering_array()]
     record = {
-        "command": "python benchmarks/lossless.py " + " ".join(sys.argv[3:]),
+        "command": "python benchmarks/lossless.py REFERENCE.json OUT.json --model DIR --drafter DIR "
+        f"--threads {args.threads} --part {args.part}",
         "versions": {"torch": torch.__version__},
-        "runs": rows,
-        "different": sum(len(r["different"]) for part in rows.values() for r in part),
+        "runs": [],
+        "different": 0,
     }
-    args.out.write_text(json.dumps(record, indent=1))
+    for part, chosen, run, num_tokens in jobs:
+        row = {"part": part, **compare(args, chosen, run, num_tokens)}
+        record["runs"].append(row)
+        record["different"] += len(row["different"])
+        args.out.write_text(json.dumps(record, indent=1))
     sys.exit(1 if record["different"] else 0)
 
 

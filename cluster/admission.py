@@ -74,6 +74,15 @@ class Admission:
         if self.state is not ReplicaState.READY:
             raise unavailable(_REFUSALS[self.state], retry_after_s=RETRY_AFTER_S)
 
+    def check_fits(self, num_choices: int, *, param: str) -> None:
+        """Raises ApiError (400 naming `param`) if a request for `num_choices` could never be admitted."""
+        if num_choices > self.capacity:
+            raise invalid(
+                param,
+                f"the request asks for {num_choices} completions, this server holds at most {self.capacity} at once; "
+                "split the request",
+            )
+
     def admit(self, num_choices: int, *, param: str = "n") -> Ticket:
         """Take `num_choices` places at once.
 
@@ -82,12 +91,7 @@ class Admission:
                 if the request could never fit.
         """
         self.check_available()
-        if num_choices > self.capacity:
-            raise invalid(
-                param,
-                f"the request asks for {num_choices} completions, this server holds at most {self.capacity} at once; "
-                "split the request",
-            )
+        self.check_fits(num_choices, param=param)
         if self._num_admitted + num_choices > self.capacity:
             self.num_rejected += 1
             raise ApiError(

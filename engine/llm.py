@@ -1,5 +1,6 @@
 """Offline API in the shape users of TensorRT-LLM and vLLM know: `LLM(...).generate(prompts, SamplingParams(...))`."""
 
+import operator
 import os
 import pickle
 import socket
@@ -19,11 +20,12 @@ from engine.outputs import RequestMetrics, RequestOutput
 from engine.parallel.plan_ring import PlanWriter, new_ring_name
 from engine.rank import EngineRank, FollowerSpec
 from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, choice_seed
 from engine.step import StepPlan
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | dict[str, Any]
+_PROMPT_FORMS = "prompts: must be a text, a list of token ids, {'prompt_token_ids': [...]}, or a list of those"
 _FOLLOWER_START_S = 120.0
 _FOLLOWER_EXIT_S = 20.0
 
@@ -171,7 +173,7 @@ class LLM:
         for index in range(params.n):
             self._num_requests += 1
             request_id = f"request-{self._num_requests}"
-            own = msgspec.structs.replace(params, n=1, seed=None if params.seed is None else params.seed + index)
+            own = msgspec.structs.replace(params, n=1, seed=choice_seed(params.seed, index))
             request = EngineRequest(request_id=request_id, prompt_token_ids=tuple(ids), params=own)
             state = RequestState(
                 request_id,
@@ -185,12 +187,15 @@ class LLM:
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            try:
+                return prompt, self.tokenizer.encode(prompt)
+            except (TypeError, UnicodeEncodeError) as error:  # half a surrogate pair is no text
+                raise ValueError(f"prompts: a text cannot be encoded: {error}") from error
         if isinstance(prompt, dict):
             if "prompt_token_ids" not in prompt:
                 raise ValueError("prompts: a dict prompt needs the key 'prompt_token_ids'")
-            return None, list(prompt["prompt_token_ids"])
-        return None, list(prompt)
+            return None, _token_ids(prompt["prompt_token_ids"], self.config.target.vocab_size)
+        return None, _token_ids(prompt, self.config.target.vocab_size)
 
     def _broadcast(self, plan: StepPlan) -> None:
         assert self._ring is not None
@@ -245,10 +250,27 @@ class _Job:
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | dict):
         return [prompts]
-    items = list(prompts)
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"{_PROMPT_FORMS}, got {type(prompts).__name__}")
+    items: list[Any] = list(prompts)
     if items and all(isinstance(i, int) for i in items):
         return [items]
     return items
+
+
+def _token_ids(value: object, vocab_size: int) -> list[int]:
+    """A prompt's ids as plain integers (any integer type but bool). Raises ValueError."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ValueError(f"{_PROMPT_FORMS}, got a prompt of type {type(value).__name__}")
+    ids: list[int] = []
+    for item in value:
+        if isinstance(item, bool) or not hasattr(item, "__index__"):
+            raise ValueError(f"{_PROMPT_FORMS}, got a token id of type {type(item).__name__}")
+        token_id = operator.index(item)
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"prompts: token id {token_id} is not in the vocabulary, 0 .. {vocab_size - 1}")
+        ids.append(token_id)
+    return ids
 
 
 def _params_for(

@@ -184,9 +184,11 @@ class RequestState:
         return new
 
     def _held_back(self) -> int:
+        # A tail that begins in text already sent was no stop's prefix then, so it is none now.
+        num_unsent = len(self.text) - self._sent_chars
         longest = 0
         for stop in self.params.stop:
-            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
+            for length in range(min(len(stop) - 1, num_unsent), longest, -1):
                 if self.text.endswith(stop[:length]):
                     longest = length
                     break

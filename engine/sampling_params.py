@@ -15,7 +15,7 @@ _UNSUPPORTED: tuple[tuple[str, object], ...] = (
     ("prompt_logprobs", None),
 )
 MAX_LOGPROBS = 20
-MAX_STOP_TOKEN_IDS = 128  # the device compares every token of a batch with as many ids as its longest list
+MAX_STOP_TOKEN_IDS = 128  # every step compares every row of the batch with all of them
 MIN_TEMPERATURE = 1e-5  # below it, scaled float32 logits overflow and ties decide
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
 
@@ -100,10 +100,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("stop needs detokenize=True, because stop strings are searched in the text.")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
-                f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}."
+                f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}; use stop "
+                "strings, or end the request from the client."
             )
         for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, low=0)
+            _check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
 
     def _refuse_unsupported(self) -> None:
         for name, off in _UNSUPPORTED:
@@ -117,6 +118,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def is_greedy(self) -> bool:
         """True if every token is the most likely one."""
         return self.temperature == 0.0
+
+
+def choice_seed(seed: int | None, index: int) -> int | None:
+    """The seed of choice `index` of one request: seed + index, wrapped to 64 bits; None stays None."""
+    if seed is None:
+        return None
+    return (seed + index - _SEED_MIN) % 2**64 + _SEED_MIN
 
 
 def _as_tuple(name: str, value: object, what: str) -> tuple[object, ...]:

@@ -66,7 +66,9 @@ class Tokenizer:
         return None if token_id is None else int(token_id)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text. Other threads run meanwhile: the library's `encode` holds the interpreter lock for the
+        whole text (seconds for megabytes), its batch functions do not."""
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -1,8 +1,9 @@
 """The routes. Each reads its body, calls the service and wraps the result; everything else is elsewhere."""
 
 import asyncio
+import contextlib
 import importlib.metadata
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ def create_app(
     """The ASGI application of one replica.
 
     Args:
-        health_timeout_s: how long /health waits for a round trip through the engine loop.
+        health_timeout_s: how long /health and /metrics wait for a round trip through the engine loop.
         render_metrics: body and content type of GET /metrics.
         echoes_request_id: False if the server in front answers with X-Request-Id itself.
     """
@@ -83,23 +84,28 @@ def create_app(
     async def health() -> Response:
         """200 if this replica takes requests and its engine's loop answers, else 503."""
         service.admission.check_available()
-        try:
-            async with asyncio.timeout(health_timeout_s):
-                await service.engine.check_health()
-        except (TimeoutError, EngineDeadError) as error:
-            raise unavailable("The engine does not answer; try again.", retry_after_s=RETRY_AFTER_S) from error
+        async with _engine_answer(health_timeout_s):
+            await service.engine.check_health()
         return Response(status_code=200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus metrics of this replica; 503 once its engine is gone."""
-        try:
+        """Prometheus metrics of this replica; 503 once its engine is gone or hangs."""
+        async with _engine_answer(health_timeout_s):
             body, content_type = await render_metrics()
-        except EngineDeadError as error:
-            raise unavailable("The engine does not answer; try again.", retry_after_s=RETRY_AFTER_S) from error
         return Response(body, headers={"content-type": content_type})
 
     return app
+
+
+@contextlib.asynccontextmanager
+async def _engine_answer(timeout_s: float) -> AsyncIterator[None]:
+    """Around a call to the engine: a dead engine, or none heard of for timeout_s, is a 503."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except (TimeoutError, EngineDeadError) as error:
+        raise unavailable("The engine does not answer; try again.", retry_after_s=RETRY_AFTER_S) from error
 
 
 def version() -> str:

@@ -92,7 +92,7 @@ class OpenAIService:
     async def chat(self, request: ChatCompletionRequest) -> PendingGeneration:
         """Check and tokenise a chat request. Raises ApiError."""
         arrived = time.monotonic()
-        self._check(request)
+        self._check(request, num_prompts=1)
         template_kwargs = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             template_kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -117,7 +117,7 @@ class OpenAIService:
     async def completion(self, request: CompletionRequest) -> PendingGeneration:
         """Check and tokenise a completion request; choice i * n + j is the j-th of prompt i. Raises ApiError."""
         arrived = time.monotonic()
-        self._check(request)
+        self._check(request, num_prompts=len(request.prompt))
         prompts: list[list[int]] = []
         texts: list[str] = []
         for prompt in request.prompt:
@@ -178,11 +178,13 @@ class OpenAIService:
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _check(self, request: GenerationRequest, *, num_prompts: int) -> None:
+        """What can be said before anything is tokenised or made once per choice."""
         self._check_model(request.model)
         self._fields.check(request.model_extra, num_choices=request.num_choices)
         check_token_ids("stop_token_ids", request.stop_token_ids or (), self.model.vocab_size)
         self.admission.check_available()
+        self.admission.check_fits(num_prompts * request.num_choices, param=_size_param(num_prompts))
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.model.name:
@@ -228,7 +230,7 @@ class OpenAIService:
         ]
 
         def open_generation() -> Generation:
-            ticket = self.admission.admit(len(choices), param="n" if len(prompts) == 1 else "prompt")
+            ticket = self.admission.admit(len(choices), param=_size_param(len(prompts)))
             return Generation(
                 engine=self.engine, choices=choices, ticket=ticket, observer=self._observer, arrived=arrived
             )
@@ -290,3 +292,8 @@ class OpenAIService:
             return completion_logprobs(entries, num_top, token_bytes, offset=offset)
 
         return format_chat if is_chat else format_completion
+
+
+def _size_param(num_prompts: int) -> str:
+    """The field to blame for the number of choices."""
+    return "n" if num_prompts == 1 else "prompt"

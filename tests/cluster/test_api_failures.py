@@ -1,5 +1,6 @@
 """Failures of the engine before and after the first token, replicas that are not ready, admission under a burst."""
 
+import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +120,30 @@ def test_a_request_that_never_fits_is_400(server: ApiServer):
     assert reply.json()["error"]["message"] == (
         "n: the request asks for 128 completions, this server holds at most 64 at once; split the request"
     )
+
+
+def test_a_request_that_never_fits_is_refused_before_work_is_done_for_it(server: ApiServer, monkeypatch):
+    monkeypatch.setattr(server.service, "_tokenizer", None)  # nothing is tokenised
+    reply = server.http.post("/v1/completions", json=TEXT | {"prompt": ["a"] * 33, "n": 2})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == (
+        "prompt: the request asks for 66 completions, this server holds at most 64 at once; split the request"
+    )
+
+
+def test_metrics_of_an_engine_that_does_not_answer_are_503(server: ApiServer, monkeypatch):
+    async def dead():
+        raise EngineDeadError("rank 0 exited with code -9")
+
+    async def hung():
+        await asyncio.Event().wait()
+
+    for stats in (dead, hung):
+        monkeypatch.setattr(server.engine, "stats", stats)
+        reply = server.http.get("/metrics")
+        assert reply.status_code == 503
+        assert reply.headers["retry-after"] == "1"
+        assert reply.json()["error"]["message"] == "The engine does not answer; try again."
 
 
 def test_admission_gives_places_back_once():

@@ -219,3 +219,16 @@ def test_steps_without_drafts_do_not_count() -> None:
     assert stats is not None
     assert stats.acceptance_histogram == (1, 0, 1, 0)
     assert (stats.mean_acceptance_length, stats.draft_acceptance_rate) == (2.0, 0.4)
+
+
+def test_a_stop_string_that_never_completes_holds_back_only_what_may_become_it() -> None:
+    tokenizer = byte_level()
+    params = SamplingParams(stop=["hello" + "z" * 100_000], max_tokens=None)
+    state = RequestState("r", [1], params, tokenizer)
+    ids = tokenizer.encode("hello hel" * 300 + "p")
+    text = ""
+    for position, token_id in enumerate(ids):
+        finish = "length" if position == len(ids) - 1 else None
+        text += state.update(TokenDelta(request_id="r", token_ids=(token_id,), finish_reason=finish)).text
+        assert "hello".startswith(state.text[len(text) :])
+    assert text == tokenizer.decode(ids)

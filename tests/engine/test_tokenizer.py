@@ -1,5 +1,7 @@
 """Loading, token bytes and chat templates."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,28 @@ def test_token_bytes_concatenate_to_the_text(make) -> None:
     assert raw.decode().removeprefix(" ") == text
     assert tokenizer.token_text(tokenizer.backend.token_to_id("<|im_end|>")) == "<|im_end|>"
     assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_a_long_text_does_not_stop_other_threads() -> None:
+    tokenizer = byte_level()
+    text = "the quick brown fox " * 20_000
+    begin_s = time.monotonic()
+    expected = tokenizer.backend.encode(text).ids  # holds the interpreter lock throughout
+    whole_s = time.monotonic() - begin_s
+    may_encode = threading.Event()
+    found: list[list[int]] = []
+
+    def encode() -> None:
+        may_encode.wait()
+        found.append(tokenizer.encode(text))
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    may_encode.set()
+    num_turns = 0
+    while thread.is_alive():
+        time.sleep(whole_s / 50)
+        num_turns += 1
+    thread.join()
+    assert found == [expected]
+    assert num_turns >= 5
