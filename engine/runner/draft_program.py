@@ -17,7 +17,7 @@ from engine.runner.batch import DecodeBlock, InputBuilder
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
 from engine.sampling.filters import FilterFlags
-from engine.sampling.sampler import SamplingRows, greedy_tokens, sample, stops_are_masked
+from engine.sampling.sampler import SamplingRows, greedy_pairs, greedy_tokens, peak_logits, sample, stops_are_masked
 from engine.sampling.verify import verify
 from engine.step import PrefillChunk
 
@@ -81,8 +81,9 @@ class DecideAndDraft:
         slots_S = torch.cat(slots)
         committed_S = torch.cat(committed)
         num_decode = slots_S.shape[0] - len(ends)
-        drawn_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width)
-        tokens_SE = _rows_of(drawn_M, num_decode, width, len(ends))
+        drawn_M, peak_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width)
+        valid_M = peak_M < torch.inf  # also False for NaN; -inf is what padded ids hold
+        tokens_SE = _rows_of(drawn_M.masked_fill(~valid_M, 0), num_decode, width, len(ends))
         drafts_SK = tokens_SE.new_full((slots_S.shape[0], verify_len), -1)
         k_S = torch.zeros_like(committed_S)
         finished_S = torch.zeros_like(committed_S, dtype=torch.bool)
@@ -99,6 +100,7 @@ class DecideAndDraft:
             min_len_R=state.min_len[slots_S],
             stop_ids_RS=state.stop_ids[slots_S],
             finished_R=finished_S,
+            valid_RK1=_rows_of(valid_M, num_decode, width, len(ends)),
         )
         emits_S = verdict.num_emitted_R > 0
         state.committed_len[slots_S] = committed_S + verdict.num_emitted_R
@@ -161,8 +163,11 @@ class DecideAndDraft:
         committed_S: torch.Tensor,
         num_decode: int,
         width: int,
-    ) -> torch.Tensor:
-        """One token of the target's own per logit row. A row's token depends on its request and position alone."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token of the target's own per logit row, and the row's largest logit (NaN if it holds one).
+
+        A row's token depends on its request and position alone.
+        """
         state = self._state
         inits = [state.init_of(slot) for slot in slots_S.tolist()]
         flags = FilterFlags.of(
@@ -173,7 +178,8 @@ class DecideAndDraft:
         )
         mask_stops = any(i.min_len > i.prompt_len for i in inits)
         if flags.all_greedy and not mask_stops:
-            return greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
+            peak_M, drawn_M = greedy_pairs(logits_MV, self._tp, self._target.vocab_start)
+            return drawn_M, peak_M
         columns_Q = torch.arange(width, device=logits_MV.device)
         drawn_at_M = torch.cat(
             [(committed_S[:num_decode, None] + 1 + columns_Q).flatten(), committed_S[num_decode:] + 1]
@@ -192,7 +198,8 @@ class DecideAndDraft:
             any_filter=flags.any_filter,
             sort_width=flags.sort_width,
         )
-        return sample(logits_MV, rows, self._tp, self._target.vocab_start)
+        drawn_M = sample(logits_MV, rows, self._tp, self._target.vocab_start)
+        return drawn_M, peak_logits(logits_MV, self._tp)
 
 
 def _rows_of(drawn_M: torch.Tensor, num_decode: int, width: int, num_ends: int) -> torch.Tensor:

@@ -53,6 +53,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> None:
         """Execute one plan. On a CPU the work is done when this returns; its result waits for `collect`."""
         started = time.perf_counter()
+        if plan.zero_blocks:
+            self.kv.zero_blocks(plan.zero_blocks)
         self.state.apply(plan)
         decode = None
         if plan.decode_slots:
