@@ -54,7 +54,7 @@ class KvCache:
 
         The null block takes the K/V of dropped rows, so a row that is not finite may have left its mark there too.
         """
-        index = torch.tensor([0, *block_ids], device=self.target_kv[0][0].device)
+        index = torch.tensor([0, *block_ids], device=self.target_kv[0][0].device)  # rare, so a wait does not count
         for layers in (self.target_kv, self.drafter_kv):
             for k, v in layers:
                 k.index_fill_(0, index, 0.0)

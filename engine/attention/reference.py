@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.context import AttentionContext, AttentionGroup
+from engine.layers.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +95,12 @@ def _layout(group: AttentionGroup, G: int, q: Tensor, block_size: int) -> _Layou
 
     row_RQ = valid = None
     if min(group.q_lens) != Q:
-        lens_R = torch.tensor(group.q_lens, device=device)
+        lens_R = upload(group.q_lens, device)
         start_R = lens_R.cumsum(0) - lens_R
         column_Q = torch.arange(Q, device=device)
         real_RQ = column_Q < lens_R.unsqueeze(-1)
         row_RQ = torch.where(real_RQ, start_R.unsqueeze(-1) + column_Q, start_R.unsqueeze(-1)).view(-1)
-        valid = real_RQ.view(-1).nonzero().view(-1)
+        valid = upload([r * Q + i for r, length in enumerate(group.q_lens) for i in range(length)], device)
     return _Layout(
         num_queries=Q,
         mask=mask,
