@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 class LiveSettings:
     """queue_limit and draft_len_schedule of one replica.
 
-    Schedules of the file have versions (0, 1), (0, 2), ..; a controller's, whose epoch is at least 1, are newer than all
-    of them.
+    Schedules of the file have versions (0, 1), (0, 2), ..; a controller's are newer, as its epoch is at
+    least 1.
     """
 
     def __init__(self, *, engine: ReplicaEngine, admission: Admission) -> None:
@@ -42,8 +42,8 @@ class LiveSettings:
         ack = await self._engine.group.client.apply_schedule(version, schedule)
         if not ack.applied:
             logger.warning(
-                "draft_len_schedule %s (version %s) is not in force: the engine keeps the newer version %s, %s, which a "
-                "controller set",
+                "draft_len_schedule %s (version %s) is not in force: the engine keeps the newer version %s, %s, that "
+                "a controller set",
                 schedule,
                 version,
                 tuple(ack.version),
