@@ -16,6 +16,7 @@ from ray import serve
 
 from cluster.admission import Admission, ReplicaState
 from cluster.config import ClusterConfig
+from cluster.live_settings import LiveSettings
 from cluster.metrics import ServeMetrics
 from cluster.openai.api import create_app
 from cluster.openai.params import SamplingDefaults
@@ -46,9 +47,8 @@ class ModelServer:
             replica=serve.get_replica_context().replica_id.unique_id,
             admission=self._admission,
         )
-        self._num_schedules = 0
         self._engine = await starter(self._config)
-        self._schedule = self._engine.static_schedule
+        self._live = LiveSettings(engine=self._engine, admission=self._admission)
         self._is_dead = False
         self._watch = asyncio.get_running_loop().create_task(self._end_with_engine())
         self._admission.state = ReplicaState.READY
@@ -84,14 +84,7 @@ class ModelServer:
         Raises:
             ValueError: the engine refuses the schedule.
         """
-        self._admission.set_queue_limit(live["queue_limit"])
-        wanted = live["draft_len_schedule"]
-        schedule = self._engine.static_schedule if wanted is None else {int(k): v for k, v in wanted.items()}
-        if schedule != self._schedule:
-            self._num_schedules += 1
-            ack = await self._engine.group.client.apply_schedule((0, self._num_schedules), schedule)
-            self._schedule = schedule
-            logger.info("Draft length schedule %s: %s", schedule, ack)
+        await self._live.apply(live)
 
     async def check_health(self) -> None:
         """Called by Serve. Raises if the engine is dead or its loop does not answer."""

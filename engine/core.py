@@ -260,7 +260,8 @@ class EngineCore:
             return None
         token_ids = row.token_ids
         num_tokens = len(token_ids)
-        assert 0 < num_tokens <= row.num_accepted + 1 <= row.num_drafted + 1, f"{row} of {seq}"
+        assert num_tokens <= row.num_accepted + 1 <= row.num_drafted + 1, f"{row} of {seq}"
+        assert num_tokens > 0 or row.finish is Finish.ERROR, f"{row} of {seq}"
         drafted, accepted = drafts_at_risk(
             num_tokens=num_tokens, num_drafted=row.num_drafted, num_accepted=row.num_accepted
         )
@@ -270,12 +271,18 @@ class EngineCore:
             self._kv.key_filled_blocks(seq)
         finish_reason: str | None = None
         stop_reason: int | None = None
+        error: str | None = None
         if row.finish is Finish.LENGTH:
             assert len(seq.token_ids) == seq.max_len, f"ended by length: {seq}"
             finish_reason = "length"
         elif row.finish is Finish.STOP:
             finish_reason = "stop"
             stop_reason = self._stop_reason(seq, token_ids[-1])
+        elif row.finish is Finish.ERROR:
+            finish_reason = "error"
+            error = f"the model's output is not finite (NaN or infinity) at position {len(seq.token_ids)} of the request"
+            logger.error("Request %s ends: %s", seq.request_id, error)
+            self._kv.pool.condemn(seq.block_ids)
         else:
             assert len(seq.token_ids) < seq.max_len, f"did not end by length: {seq}"
         if finish_reason is not None:
@@ -291,6 +298,7 @@ class EngineCore:
                 num_accepted=accepted,
                 is_decode_step=is_decode_step,
                 num_cached_tokens=seq.num_cached_tokens,
+                error=error,
             )
         )
         return drafted, accepted

@@ -96,7 +96,7 @@ class EngineRank:
             except PlanRingClosed:
                 return
             self.runner.launch(decoder.decode(message))
-            self.runner.collect()
+            self.runner.discard()
 
     def close(self) -> None:
         """Leave the process group."""

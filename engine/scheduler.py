@@ -290,6 +290,7 @@ class Scheduler:
             prefill=tuple(chunks),
             new_slots=new_slots,
             block_updates=tuple(updates),
+            zero_blocks=self._kv.pool.take_blocks_to_zero(),
         )
         return ScheduledStep(plan=plan, decode=draft.decode, prefill=draft.prefill)
 

@@ -23,6 +23,7 @@ class Finish(enum.IntEnum):
     NONE = 0
     STOP = 1  # an end-of-sequence or stop token id; it is the last emitted token
     LENGTH = 2  # the request's own max_len
+    ERROR = 3  # the target's logits are not finite where the next token would come from
 
 
 class SlotInit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -71,7 +72,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     verify_len: K of T. A row's own drafts are min(verify_len, its draft_count, max_len - 2 - committed_len).
     draft_len:  K of D: drafts made for the next step; 0 skips the drafting but never the drafter's context.
-    Order of application: new_slots, block_updates, T, D.
+    zero_blocks: their K/V, and the null block's, are zeroed: a former owner wrote values that are not finite.
+    Order of application: zero_blocks, new_slots, block_updates, T, D.
     """
 
     step_id: int
@@ -81,6 +83,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prefill: tuple[PrefillChunk, ...] = ()
     new_slots: tuple[SlotInit, ...] = ()
     block_updates: tuple[BlockTableUpdate, ...] = ()
+    zero_blocks: tuple[int, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -97,7 +100,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one sampling row did. token_ids is empty for a row that was already finished on the device.
+    """What one sampling row did. token_ids is empty for a row that was already finished on the device, and may be for
+    one that ends with ERROR.
 
     num_drafted:  k, the row's own drafts in this verify (0 for a prefill row).
     num_accepted: drafts that matched, before any cut by a stop or by the length limit (<= num_drafted).

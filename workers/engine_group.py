@@ -6,13 +6,11 @@ root cause, which is logged once, and all ranks are ended. The owner is told by 
 
 import asyncio
 import logging
-import os
-import signal
 import socket
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -21,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.config.engine import EngineConfig
-from engine.parallel.plan_ring import new_ring_name, unlink_ring
+from engine.parallel.plan_ring import new_ring_name
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from workers.engine_client import EngineClient
@@ -38,6 +36,7 @@ from workers.gpu_worker import (
 )
 from workers.placement import Placement, PlacementError, check_ranks
 from workers.replica_socket import ReplicaSocket
+from workers.teardown import end_ranks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,8 +46,6 @@ _PROGRESS_TIMEOUT_S = 1.0
 _POLL_S = 0.25
 _CAUSE_GRACE_S = 0.3  # ranks that fail together are heard before one of them is blamed
 _SHUTDOWN_S = 3.0  # for a clean end, before ranks are killed
-_RAY_CALL_S = 6.0  # one call to the cluster during teardown
-_KILL_S = 1.5  # for Ray to end an actor, before its pid gets SIGKILL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +110,7 @@ class EngineGroup:
             await asyncio.shield(group._end_everything(stopped, is_clean=False))
             raise
         group._watcher = asyncio.create_task(group._watch(), name="engine-group-watcher")
+        group._watcher.add_done_callback(group._watcher_ended)
         return group
 
     @property
@@ -299,9 +297,25 @@ class EngineGroup:
             elif silent_s > stall_s:
                 error = await self._describe_stall()
                 break
+        self._declare_dead(error)
+
+    def _watcher_ended(self, watcher: "asyncio.Task[None]") -> None:
+        """A watcher that broke off leaves nobody who would notice a failure: the group counts as dead."""
+        if watcher.cancelled() or watcher.exception() is None:
+            return
+        error = watcher.exception()
+        self._declare_dead(
+            EngineDeadError(
+                f"the watch over the ranks failed: {type(error).__name__}: {error}",
+                "".join(traceback.format_exception(error)),
+            )
+        )
+
+    def _declare_dead(self, error: EngineDeadError) -> None:
         self._suspect(error)
-        self._death.set_result(error)
-        logger.error("The engine is dead: %s%s", error.cause, f"\n{error.details}" if error.details else "")
+        if not self._death.done():
+            self._death.set_result(error)
+            logger.error("The engine is dead: %s%s", error.cause, f"\n{error.details}" if error.details else "")
         self._end_everything(error, is_clean=False)
 
     async def _root_cause(self) -> EngineDeadError:
@@ -357,35 +371,10 @@ class EngineGroup:
                 self._client.request_shutdown()
                 await asyncio.wait(self._ends, timeout=_SHUTDOWN_S)
             self._client.fail(error)
-        for actor in self._actors:
-            await self._bounded("ending a rank's actor", partial(ray.kill, actor, no_restart=True))
-        if not await self._all_gone(_KILL_S):
-            for info in self._infos:
-                if info.process.is_alive():
-                    os.kill(info.process.pid, signal.SIGKILL)
-            if not await self._all_gone(_KILL_S):
-                alive = [info.process.pid for info in self._infos if info.process.is_alive()]
-                logger.error("rank processes %s did not end on SIGKILL", alive)
+        await end_ranks(
+            actors=self._actors, infos=self._infos, ring_name=self._ring_name, placement=self._placement
+        )
         self._actors.clear()
-        if self._ring_name is not None:
-            unlink_ring(self._ring_name)
-        if self._placement is not None:
-            await self._bounded("removing the placement group", self._placement.release)
-
-    async def _bounded(self, what: str, work: Callable[[], None]) -> None:
-        """Blocking Ray work that may fail or hang when the cluster itself is going away."""
-        try:
-            await asyncio.wait_for(asyncio.to_thread(work), _RAY_CALL_S)
-        except (TimeoutError, RayError, ValueError) as error:
-            logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
-
-    async def _all_gone(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while any(info.process.is_alive() for info in self._infos):
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(0.02)
-        return True
 
 
 def _future(ref: Any) -> "asyncio.Future[Any]":

@@ -108,9 +108,11 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"The request body is larger than this server's limit of {limit} bytes (http.max_body_bytes).")
 
 
-def internal_error() -> ApiError:
-    """A 500 that tells nothing of the server's insides; the cause is in its log."""
-    return ApiError(500, "The server failed to process the request; its log holds the cause.", code="internal_error")
+def internal_error(
+    message: str = "The server failed to process the request; its log holds the cause.",
+) -> ApiError:
+    """A 500; its message tells nothing of the server's insides, the cause is in the log."""
+    return ApiError(500, message, code="internal_error")
 
 
 def unavailable(message: str, *, retry_after_s: int) -> ApiError:

@@ -138,6 +138,8 @@ class Generation:
                 if delta.finish_reason in ("error", "abort"):
                     logger.error("The engine ended request %s: %s", request_id, delta.error or delta.finish_reason)
                     self._report(choice, delta.finish_reason)
+                    if delta.error is not None:  # written for the client (see TokenDelta)
+                        raise internal_error(f"The engine could not finish the request: {delta.error}.")
                     raise internal_error()
                 if choice.first_token_at is None:
                     choice.first_token_at = time.monotonic()

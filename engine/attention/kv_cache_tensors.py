@@ -49,6 +49,17 @@ class KvCache:
         drafter_kv = tuple((layers[2 * i], layers[2 * i + 1]) for i in range(drafter.num_layers))
         return cls(target_kv=target_kv, drafter_kv=drafter_kv, drafter_stack=stack)
 
+    def zero_blocks(self, block_ids: tuple[int, ...]) -> None:
+        """Zeroes these blocks and the null block in every layer of both models.
+
+        The null block takes the K/V of dropped rows, so a row that is not finite may have left its mark there too.
+        """
+        index = torch.tensor([0, *block_ids], device=self.target_kv[0][0].device)  # rare, so a wait does not count
+        for layers in (self.target_kv, self.drafter_kv):
+            for k, v in layers:
+                k.index_fill_(0, index, 0.0)
+                v.index_fill_(0, index, 0.0)
+
 
 def drafter_kv_heads(config: EngineConfig, ranks: int) -> int:
     """KV heads of the drafter on each rank, padding included; all of them when the drafter is replicated."""

@@ -23,6 +23,8 @@ class BlockPool:
         self._num_refs = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._condemned: set[int] = set()
+        self._to_zero: list[int] = []
         self.num_evictions = 0
 
     @property
@@ -84,6 +86,9 @@ class BlockPool:
             assert self._num_refs[block_id] > 0, f"block {block_id} is released but has no owner"
             self._num_refs[block_id] -= 1
             if self._num_refs[block_id] == 0:
+                if block_id in self._condemned:
+                    self._condemned.remove(block_id)
+                    self._to_zero.append(block_id)
                 if self._key_of[block_id] is None:
                     self._free.append(block_id)
                 else:
@@ -96,6 +101,22 @@ class BlockPool:
         if key not in self._block_of:
             self._block_of[key] = block_id
             self._key_of[block_id] = key
+
+    def condemn(self, block_ids: list[int]) -> None:
+        """Owned blocks whose content is not to be trusted: no hit finds them any more, and once their last owner is
+        gone `take_blocks_to_zero` names them. Zeroing them earlier would change what their other owners read."""
+        for block_id in block_ids:
+            assert self._num_refs[block_id] > 0, f"block {block_id} is condemned but has no owner"
+            key = self._key_of[block_id]
+            if key is not None:
+                del self._block_of[key]
+                self._key_of[block_id] = None
+            self._condemned.add(block_id)
+
+    def take_blocks_to_zero(self) -> tuple[int, ...]:
+        """Condemned blocks that lost their last owner since the last call: zero them before a later step uses them."""
+        block_ids, self._to_zero = tuple(self._to_zero), []
+        return block_ids
 
     def match(self, keys: list[bytes]) -> list[int]:
         """Blocks of the longest cached run of leading `keys`."""

@@ -10,6 +10,7 @@ import torch
 
 from engine.attention.context import AttentionContext, AttentionGroup
 from engine.config.engine import EngineConfig
+from engine.layers.upload import upload
 from engine.runner.slots import SlotState
 from engine.step import PrefillChunk
 
@@ -128,7 +129,7 @@ class InputBuilder:
         columns_W = torch.arange(width, device=self._device)
         ids_RW = torch.full((slots_R.shape[0], width), mask_id, dtype=torch.int64, device=self._device)
         ids_RW[:, 0] = last_R
-        positions_RW = torch.minimum(committed_R[:, None] + columns_W, torch.tensor(limit - 1, device=self._device))
+        positions_RW = (committed_R[:, None] + columns_W).clamp(max=limit - 1)
         cache_RW = cache_slots(self._state, slots_R, positions_RW, self._block_size)
         if self._debug_checks:
             assert_owned(cache_RW, live_R[:, None].expand_as(cache_RW), self._block_size)
@@ -160,12 +161,12 @@ class InputBuilder:
         self, prefill: tuple[PrefillChunk, ...], first_row: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionGroup]:
         device = self._device
-        ids = torch.tensor([t for c in prefill for t in c.token_ids], device=device)
+        ids = upload([t for c in prefill for t in c.token_ids], device)
         positions = torch.cat([torch.arange(c.start, c.start + len(c.token_ids), device=device) for c in prefill])
-        lens = torch.tensor([len(c.token_ids) for c in prefill], device=device)
-        slots = torch.tensor([c.slot for c in prefill], device=device)
-        starts = torch.tensor([c.start for c in prefill], device=device)
-        row_slots = slots.repeat_interleave(lens)
+        lens = upload([len(c.token_ids) for c in prefill], device)
+        slots = upload([c.slot for c in prefill], device)
+        starts = upload([c.start for c in prefill], device)
+        row_slots = slots.repeat_interleave(lens, output_size=ids.shape[0])
         cache = cache_slots(self._state, row_slots, positions[:, None], self._block_size).flatten()
         group = self._group(
             first_row=first_row,
@@ -187,7 +188,11 @@ class InputBuilder:
         kv_len_R: torch.Tensor,
         causal: bool,
     ) -> AttentionGroup:
-        longest = int(kv_len_R.max())
+        longest = self._state.longest_table * self._block_size
+        if kv_len_R.device.type == "cpu":  # the exact length, where reading it costs nothing
+            exact = int(kv_len_R.max())
+            assert exact <= longest, f"a row reads {exact} positions, its block table holds {longest}"
+            longest = exact
         padded = -(-longest // self._bucket) * self._bucket
         columns = min(-(-padded // self._block_size), self._max_columns)
         return AttentionGroup(

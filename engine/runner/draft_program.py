@@ -4,12 +4,14 @@ One order, always: sample, verify, commit, context, draft. Only the last is skip
 written in every step, so that drafting can start again at any time with nothing missing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.engine import EngineConfig
+from engine.layers.upload import upload
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
@@ -17,9 +19,9 @@ from engine.runner.batch import DecodeBlock, InputBuilder
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
 from engine.sampling.filters import FilterFlags
-from engine.sampling.sampler import SamplingRows, greedy_tokens, sample, stops_are_masked
+from engine.sampling.sampler import SamplingRows, greedy_pairs, greedy_tokens, peak_logits, sample, stops_are_masked
 from engine.sampling.verify import verify
-from engine.step import PrefillChunk
+from engine.step import PrefillChunk, SlotInit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +62,17 @@ class DecideAndDraft:
         self._tp = tp
 
     def decide(
-        self, step: TargetStep, decode: DecodeBlock | None, prefill: tuple[PrefillChunk, ...], verify_len: int
+        self,
+        step: TargetStep,
+        decode: DecodeBlock | None,
+        prefill: tuple[PrefillChunk, ...],
+        verify_len: int,
+        inits: Sequence[SlotInit],
     ) -> Decision | None:
-        """Sample, verify and commit. None when no row of the step samples (prompt chunks in the middle only)."""
+        """Sample, verify and commit. None when no row of the step samples (prompt chunks in the middle only).
+
+        inits: what the sampling rows' requests asked for, in plan order.
+        """
         if step.logits_MV is None:
             return None
         state = self._state
@@ -75,14 +85,15 @@ class DecideAndDraft:
             slots.append(decode.slots_R)
             committed.append(decode.committed_R)
         if ends:
-            slots.append(torch.tensor([c.slot for c in ends], device=device))
+            slots.append(upload([c.slot for c in ends], device))
             # A prompt of n tokens has no bonus token yet: with n-1 committed the same arithmetic emits position n.
-            committed.append(torch.tensor([c.start + len(c.token_ids) - 1 for c in ends], device=device))
+            committed.append(upload([c.start + len(c.token_ids) - 1 for c in ends], device))
         slots_S = torch.cat(slots)
         committed_S = torch.cat(committed)
         num_decode = slots_S.shape[0] - len(ends)
-        drawn_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width)
-        tokens_SE = _rows_of(drawn_M, num_decode, width, len(ends))
+        drawn_M, peak_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width, inits)
+        valid_M = peak_M < torch.inf  # also False for NaN; -inf is what padded ids hold
+        tokens_SE = _rows_of(drawn_M.masked_fill(~valid_M, 0), num_decode, width, len(ends))
         drafts_SK = tokens_SE.new_full((slots_S.shape[0], verify_len), -1)
         k_S = torch.zeros_like(committed_S)
         finished_S = torch.zeros_like(committed_S, dtype=torch.bool)
@@ -99,6 +110,7 @@ class DecideAndDraft:
             min_len_R=state.min_len[slots_S],
             stop_ids_RS=state.stop_ids[slots_S],
             finished_R=finished_S,
+            valid_RK1=_rows_of(valid_M, num_decode, width, len(ends)),
         )
         emits_S = verdict.num_emitted_R > 0
         state.committed_len[slots_S] = committed_S + verdict.num_emitted_R
@@ -161,10 +173,13 @@ class DecideAndDraft:
         committed_S: torch.Tensor,
         num_decode: int,
         width: int,
-    ) -> torch.Tensor:
-        """One token of the target's own per logit row. A row's token depends on its request and position alone."""
+        inits: Sequence[SlotInit],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token of the target's own per logit row, and the row's largest logit (NaN if it holds one).
+
+        A row's token depends on its request and position alone.
+        """
         state = self._state
-        inits = [state.init_of(slot) for slot in slots_S.tolist()]
         flags = FilterFlags.of(
             [i.temperature for i in inits],
             [i.top_k for i in inits],
@@ -173,7 +188,8 @@ class DecideAndDraft:
         )
         mask_stops = any(i.min_len > i.prompt_len for i in inits)
         if flags.all_greedy and not mask_stops:
-            return greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
+            peak_M, drawn_M = greedy_pairs(logits_MV, self._tp, self._target.vocab_start)
+            return drawn_M, peak_M
         columns_Q = torch.arange(width, device=logits_MV.device)
         drawn_at_M = torch.cat(
             [(committed_S[:num_decode, None] + 1 + columns_Q).flatten(), committed_S[num_decode:] + 1]
@@ -192,7 +208,8 @@ class DecideAndDraft:
             any_filter=flags.any_filter,
             sort_width=flags.sort_width,
         )
-        return sample(logits_MV, rows, self._tp, self._target.vocab_start)
+        drawn_M = sample(logits_MV, rows, self._tp, self._target.vocab_start)
+        return drawn_M, peak_logits(logits_MV, self._tp)
 
 
 def _rows_of(drawn_M: torch.Tensor, num_decode: int, width: int, num_ends: int) -> torch.Tensor:

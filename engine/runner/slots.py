@@ -6,6 +6,7 @@ Row `num_slots` is the filler slot: never assigned, always finished, block table
 import torch
 
 from engine.config.engine import EngineConfig
+from engine.layers.upload import upload
 from engine.step import SlotInit, StepPlan
 
 _MIN_STOP_COLUMNS = 8
@@ -18,6 +19,8 @@ class SlotState:
     draft_tokens [S, Kmax], draft_count: drafts made by the last D.
     block_table [S, B]: KV block ids, 0 (the null block) where nothing is assigned.
     stop_ids [S, NS]: padded with -1.
+    longest_table: blocks in the longest block table among the slots of the plan applied last; the host's bound of every
+        K/V length of that step.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -45,6 +48,8 @@ class SlotState:
         self.stop_ids = torch.full((size, _MIN_STOP_COLUMNS), -1, dtype=torch.int64, device=device)
         # Host copy of what decides which code runs, so that no step reads the device back for it.
         self._inits: list[SlotInit | None] = [None] * size
+        self._num_blocks = [0] * size
+        self.longest_table = 0
 
     def apply(self, plan: StepPlan) -> None:
         """Upload a plan's new slots and block-table changes, in that order."""
@@ -53,7 +58,10 @@ class SlotState:
         for update in plan.block_updates:
             end = update.first_index + len(update.block_ids)
             assert end <= self.block_table.shape[1], "block table overflow: the scheduler reserved past max_model_len"
-            self.block_table[update.slot, update.first_index : end] = torch.tensor(update.block_ids, device=self._device)
+            self.block_table[update.slot, update.first_index : end] = upload(update.block_ids, self._device)
+            self._num_blocks[update.slot] = end
+        used = [*plan.decode_slots, *[chunk.slot for chunk in plan.prefill]]
+        self.longest_table = max([self._num_blocks[slot] for slot in used], default=0)
 
     def init_of(self, slot: int) -> SlotInit:
         """The host's copy of what the slot's request asked for."""
@@ -63,10 +71,10 @@ class SlotState:
 
     def _assign(self, inits: tuple[SlotInit, ...]) -> None:
         self._widen_stop_ids(max(len(i.stop_token_ids) for i in inits))
-        slots = torch.tensor([i.slot for i in inits], device=self._device)
+        slots = upload([i.slot for i in inits], self._device)
 
         def put(target: torch.Tensor, values: list[int] | list[float]) -> None:
-            target[slots] = torch.tensor(values, dtype=target.dtype, device=self._device)
+            target[slots] = upload(values, self._device, dtype=target.dtype)
 
         put(self.generation, [i.generation for i in inits])
         put(self.prompt_len, [i.prompt_len for i in inits])
@@ -79,13 +87,14 @@ class SlotState:
         put(self.min_p, [i.min_p for i in inits])
         width = self.stop_ids.shape[1]
         rows = [list(i.stop_token_ids) + [-1] * (width - len(i.stop_token_ids)) for i in inits]
-        self.stop_ids[slots] = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        self.stop_ids[slots] = upload(rows, self._device)
         self.committed_len[slots] = 0
         self.draft_count[slots] = 0
         self.finished[slots] = False
         self.block_table[slots] = 0
         for init in inits:
             self._inits[init.slot] = init
+            self._num_blocks[init.slot] = 0
 
     def _widen_stop_ids(self, needed: int) -> None:
         have = self.stop_ids.shape[1]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.kv_cache_tensors import KvCache
+from engine.layers.upload import upload
 from engine.models.target import TargetModel
 from engine.runner.batch import ForwardInputs
 from engine.step import PrefillChunk
@@ -38,7 +39,7 @@ class TargetProgram:
         if rows_M is None:
             logits_MV = self._model.logits(output.hidden_NH)
         elif rows_M:
-            logits_MV = self._model.logits(output.hidden_NH[torch.tensor(rows_M, device=inputs.ids_N.device)])
+            logits_MV = self._model.logits(output.hidden_NH[upload(rows_M, inputs.ids_N.device)])
         return TargetStep(inputs=inputs, logits_MV=logits_MV, taps_NTH=output.taps_NTH)
 
 

@@ -106,7 +106,22 @@ def sample(logits_NV: Tensor, rows: SamplingRows, tp: VocabGroup, vocab_start: i
 
 def greedy_tokens(logits_NV: Tensor, tp: VocabGroup, vocab_start: int) -> Tensor:
     """The most likely id of each row, int64 [N], ties to the lowest id, equal on every rank."""
-    return _reduce_pairs(*argmax_pair(logits_NV, vocab_start), tp)
+    return greedy_pairs(logits_NV, tp, vocab_start)[1]
+
+
+def greedy_pairs(logits_NV: Tensor, tp: VocabGroup, vocab_start: int) -> tuple[Tensor, Tensor]:
+    """(largest logit [N], `greedy_tokens`); the logit is NaN where the row holds a NaN on any rank."""
+    value_N, id_N = argmax_pair(logits_NV, vocab_start)
+    if tp.size == 1:
+        return value_N, id_N
+    pair_NR2 = _gather_pairs(value_N, id_N, tp)
+    return pair_NR2[:, :, 0].amax(dim=1), _best_id(pair_NR2)
+
+
+def peak_logits(logits_NV: Tensor, tp: VocabGroup) -> Tensor:
+    """The largest logit of each row [N] over all ranks; NaN where the row holds a NaN on any rank."""
+    peak_N = logits_NV.amax(dim=1)
+    return peak_N if tp.size == 1 else tp.all_gather(peak_N[:, None].contiguous(), dim=1).amax(dim=1)
 
 
 def stops_are_masked(position: Tensor, min_len: Tensor) -> Tensor:
@@ -137,13 +152,18 @@ def argmax_pair(score_NV: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
 
 def _reduce_pairs(value_N: Tensor, id_N: Tensor, tp: VocabGroup) -> Tensor:
     """The id of the largest value over the ranks; equal values go to the lower rank, which holds the lower ids."""
-    if tp.size == 1:
-        return id_N
-    # float64 holds both a float32 value and an id exactly: one collective for the pair.
+    return id_N if tp.size == 1 else _best_id(_gather_pairs(value_N, id_N, tp))
+
+
+def _gather_pairs(value_N: Tensor, id_N: Tensor, tp: VocabGroup) -> Tensor:
+    """float64 [N, ranks, 2]: it holds both a float32 value and an id exactly, so one collective takes the pair."""
     pair_N1_2 = torch.stack([value_N.to(torch.float64), id_N.to(torch.float64)], dim=1)[:, None, :]
-    pair_NR2 = tp.all_gather(pair_N1_2.contiguous(), dim=1)
+    return tp.all_gather(pair_N1_2.contiguous(), dim=1)
+
+
+def _best_id(pair_NR2: Tensor) -> Tensor:
     best_N = pair_NR2[:, 0, :]
-    for rank in range(1, tp.size):
+    for rank in range(1, pair_NR2.shape[1]):
         other_N = pair_NR2[:, rank, :]
         best_N = torch.where(other_N[:, :1] > best_N[:, :1], other_N, best_N)
     return best_N[:, 1].to(torch.int64)

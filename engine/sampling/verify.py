@@ -42,6 +42,7 @@ def verify(
     min_len_R: Tensor,
     stop_ids_RS: Tensor,
     finished_R: Tensor,
+    valid_RK1: Tensor | None = None,
 ) -> Verdict:
     """Accept the leading drafts that match, emit them plus one token, cut at a stop id or at max_len.
 
@@ -54,23 +55,30 @@ def verify(
         min_len_R: a stop id at a position below this does not end the request (it is masked at sampling as well).
         stop_ids_RS: int64 [R, S], padded with -1; S may be 0.
         finished_R: bool; finished and padding rows emit nothing.
+        valid_RK1: bool; False where a column's logits are not finite. The block ends before the first such column, with
+            ERROR if plain decoding would have come to it as well. None: all are valid.
     """
     columns = target_RK1.shape[1]
     column_K1 = torch.arange(columns, device=target_RK1.device)
     position_RK1 = committed_R[:, None] + 1 + column_K1
 
-    match_RK = (draft_RK == target_RK1[:, :-1]) & (column_K1[:-1] < k_R[:, None])
+    if valid_RK1 is None:
+        valid_RK1 = torch.ones_like(target_RK1, dtype=torch.bool)
+    match_RK = (draft_RK == target_RK1[:, :-1]) & (column_K1[:-1] < k_R[:, None]) & valid_RK1[:, :-1]
     accepted_R = match_RK.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
     is_stop_RK1 = (target_RK1[:, :, None] == stop_ids_RS[:, None, :]).any(dim=2) & (target_RK1 >= 0)
     is_stop_RK1 = is_stop_RK1 & ~stops_are_masked(position_RK1, min_len_R[:, None])
     until_stop_R = torch.where(is_stop_RK1, column_K1 + 1, columns + 1).amin(dim=1)  # columns + 1: no stop
     until_length_R = (max_len_R - committed_R - 1).clamp(min=0)
+    until_invalid_R = torch.where(valid_RK1, columns + 1, column_K1).amin(dim=1)
 
     emitted_R = torch.minimum(torch.minimum(accepted_R + 1, until_stop_R), until_length_R)
     emitted_R = torch.where(finished_R, 0, emitted_R)
     finish_R = torch.where(emitted_R == until_length_R, int(Finish.LENGTH), int(Finish.NONE))
     finish_R = torch.where(emitted_R == until_stop_R, int(Finish.STOP), finish_R)  # a stop id on the limit is a stop
+    finish_R = torch.where(until_invalid_R < emitted_R, int(Finish.ERROR), finish_R)
+    emitted_R = torch.minimum(emitted_R, until_invalid_R)
     return Verdict(
         num_emitted_R=emitted_R,
         num_accepted_R=torch.where(finished_R, 0, accepted_R),

@@ -17,6 +17,7 @@ from workers.engine_client import EngineDeadError
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = {"model": MODEL, "messages": HELLO}
+NOT_FINITE = TokenDelta(request_id="", finish_reason="error", error="the model's output is not finite")
 TEXT = {"model": MODEL, "prompt": "hello"}
 
 
@@ -44,7 +45,7 @@ def test_failure_before_the_first_token_is_an_http_error(server: ApiServer, fail
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-@pytest.mark.parametrize("failure", [EngineDeadError("rank 1 died"), RuntimeError("inside"), None])
+@pytest.mark.parametrize("failure", [EngineDeadError("rank 1 died"), RuntimeError("inside"), NOT_FINITE, None])
 def test_failure_in_mid_stream_is_an_error_event(server: ApiServer, failure, num_choices: int):
     server.engine.fail_after = 2
     server.engine.failure = failure
@@ -60,6 +61,21 @@ def test_failure_in_mid_stream_is_an_error_event(server: ApiServer, failure, num
     server.wait_idle()
     with pytest.raises(openai.APIError):
         list(server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True, n=num_choices))
+
+
+@pytest.mark.parametrize("fail_after", [0, 2])
+def test_an_error_of_one_request_says_why(server: ApiServer, fail_after: int):
+    server.engine.fail_after = fail_after
+    server.engine.failure = NOT_FINITE
+    server.engine.text = "the quick brown fox jumps over the lazy dog"
+    reply = server.http.post("/v1/chat/completions", json=CHAT)
+    assert reply.status_code == 500
+    assert reply.json()["error"] == {
+        "message": "The engine could not finish the request: the model's output is not finite.",
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
 
 
 def test_a_refusal_of_the_engine_is_the_clients_error(server: ApiServer):

@@ -122,3 +122,21 @@ def test_keys_depend_on_everything_before_them():
             chains.append(keys)
     assert len({keys[1] for keys in chains}) == len(roots) * 3  # the fifth token belongs to no full block
     assert chains[0][0] == chains[2][0] == child_key(roots[0], [1, 2])
+
+
+def test_a_condemned_block_leaves_the_cache_at_once_and_is_zeroed_after_its_last_owner():
+    pool = BlockPool(num_blocks=6)
+    mine, other = pool.allocate(2), pool.allocate(1)
+    pool.put_key(mine[0], b"k")
+    pool.share(pool.match([b"k"]))
+    pool.condemn(mine)
+    assert pool.match([b"k"]) == []
+    assert pool.take_blocks_to_zero() == ()
+    pool.release(mine)
+    assert pool.take_blocks_to_zero() == (mine[1],)  # the first has an owner left
+    pool.release([mine[0]])
+    pool.release(other)
+    assert pool.take_blocks_to_zero() == (mine[0],)
+    assert pool.take_blocks_to_zero() == ()
+    pool.check_integrity({})
+    assert pool.num_free == pool.num_total

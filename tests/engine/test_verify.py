@@ -11,14 +11,23 @@ torch.set_num_threads(1)
 
 
 def by_hand(
-    target: list[int], draft: list[int], k: int, committed: int, max_len: int, min_len: int, stops: list[int]
+    target: list[int],
+    draft: list[int],
+    k: int,
+    committed: int,
+    max_len: int,
+    min_len: int,
+    stops: list[int],
+    invalid_at: int,
 ) -> tuple[list[int], int, Finish]:
     tokens_before = committed + 1
     accepted = 0
-    while accepted < k and draft[accepted] == target[accepted]:
+    while accepted < min(k, invalid_at) and draft[accepted] == target[accepted]:
         accepted += 1
     emitted: list[int] = []
     for token in target[: accepted + 1]:
+        if len(emitted) == invalid_at:
+            return emitted, accepted, Finish.ERROR
         masked = tokens_before + len(emitted) < min_len
         emitted.append(token)
         if token in stops and not masked:
@@ -29,7 +38,7 @@ def by_hand(
 
 
 @st.composite
-def rows(draw: st.DrawFn, width: int) -> tuple[list[int], list[int], int, int, int, int, list[int], bool]:
+def rows(draw: st.DrawFn, width: int) -> tuple[list[int], list[int], int, int, int, int, list[int], bool, int]:
     token = st.integers(0, 3)
     target = draw(st.lists(token, min_size=width + 1, max_size=width + 1))
     draft = [target[j] if draw(st.integers(0, 5)) else draw(token) for j in range(width)]
@@ -37,7 +46,8 @@ def rows(draw: st.DrawFn, width: int) -> tuple[list[int], list[int], int, int, i
     max_len = committed + 2 + draw(st.integers(0, width + 3))
     min_len = draw(st.integers(0, committed + width + 4))
     stops = draw(st.lists(token, max_size=2, unique=True))
-    return target, draft, draw(st.integers(0, width)), committed, max_len, min_len, stops, draw(st.integers(0, 4)) == 0
+    finished, invalid_at = draw(st.integers(0, 4)) == 0, draw(st.integers(0, width + 1))
+    return target, draft, draw(st.integers(0, width)), committed, max_len, min_len, stops, finished, invalid_at
 
 
 @settings(max_examples=200, deadline=None)
@@ -58,15 +68,16 @@ def test_equals_the_loop(data: st.DataObject) -> None:
             [row[6] + [-1] * (stop_width - len(row[6])) for row in batch], dtype=torch.int64
         ).reshape(len(batch), stop_width),
         finished_R=torch.tensor([row[7] for row in batch]),
+        valid_RK1=torch.tensor([[column != row[8] for column in range(width + 1)] for row in batch]),
     )
-    for index, (target, draft, k, committed, max_len, min_len, stops, finished) in enumerate(batch):
+    for index, (target, draft, k, committed, max_len, min_len, stops, finished, invalid_at) in enumerate(batch):
         got = [int(tensor[index]) for tensor in (verdict.num_emitted_R, verdict.num_accepted_R, verdict.finish_R)]
         if finished:
             assert got == [0, 0, Finish.NONE]
             continue
-        emitted, accepted, finish = by_hand(target, draft, k, committed, max_len, min_len, stops)
+        emitted, accepted, finish = by_hand(target, draft, k, committed, max_len, min_len, stops, invalid_at)
         assert got == [len(emitted), accepted, finish]
-        assert int(verdict.last_token_R[index]) == emitted[-1]
+        assert not emitted or int(verdict.last_token_R[index]) == emitted[-1]
 
 
 def run(**changes: object) -> tuple[int, int, int, int]:
@@ -100,3 +111,7 @@ def test_cases_worth_reading() -> None:
     assert run(stop_ids_RS=[[6]], min_len_R=[11]) == (2, 3, Finish.STOP, 6)  # 11 tokens stand before it
     assert run(stop_ids_RS=[[6]], min_len_R=[12]) == (4, 3, Finish.NONE, 8)
     assert run(target_RK1=[[-1, 6, 7, 8]], draft_RK=[[0, 0, 0]]) == (1, 0, Finish.NONE, -1)  # padding is no stop id
+    assert run(valid_RK1=[[True, True, False, True]]) == (2, 2, Finish.ERROR, 6)
+    assert run(valid_RK1=[[False, True, True, True]]) == (0, 0, Finish.ERROR, 5)
+    assert run(valid_RK1=[[True, True, False, True]], stop_ids_RS=[[6]]) == (2, 2, Finish.STOP, 6)  # it ended before
+    assert run(valid_RK1=[[True, True, False, True]], draft_RK=[[5, 0, 7]]) == (2, 1, Finish.NONE, 6)  # not reached

@@ -22,6 +22,7 @@ from tests.workers.fakes import FakeConfig
 from tests.workers.ray_cluster import local_ray
 from workers.engine_group import EngineGroup
 from workers.errors import EngineDeadError, EngineStartError
+from workers.gpu_worker import RankInfo
 
 FACTORY = "tests.workers.fakes:build_fake_rank"
 
@@ -164,6 +165,23 @@ async def test_a_hung_rank_is_found_by_the_stall_timeout() -> None:
     started = time.monotonic()
     await group.close()
     assert time.monotonic() - started < 8
+    await assert_nothing_left(before, pids)
+
+
+async def test_a_watch_that_breaks_off_declares_the_engine_dead(caplog: pytest.LogCaptureFixture) -> None:
+    before = traces()
+    group = await start(FakeConfig(step_s=0.005))
+    tasks = await long_streams(group, 2)
+    pids = group.processes
+    with caplog.at_level(logging.WARNING, logger="workers"):
+        group._infos.append(cast(RankInfo, None))  # has no process to ask
+        cause = await asyncio.wait_for(group.wait_dead(), 3)
+        group._infos.pop()
+        assert cause.startswith("the watch over the ranks failed: AttributeError")
+        await assert_all_fail(tasks, "the watch over the ranks failed: AttributeError", 3)
+        await group.close()
+    assert [record.levelname for record in caplog.records if record.name.startswith("workers")] == ["ERROR"]
+    assert "in _watch" in caplog.text
     await assert_nothing_left(before, pids)
 
 

@@ -1,0 +1,70 @@
+"""A launched step is read only in `collect`: later launches change nothing of it, and a device is never waited for."""
+
+import pytest
+import torch
+
+from engine import LLM, DFlashDecodingConfig, SamplingParams
+from tests.toy import make_drafter, make_target
+
+PROMPTS = [list(range(40, 52)), list(range(90, 121)), [7, 8, 9]]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True, logprobs=0, min_tokens=4, stop_token_ids=[5]),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("launch")
+    target = make_target(root / "target")
+    return target, make_drafter(root / "drafter", target)
+
+
+def build(models, **options) -> LLM:
+    target, drafter = models
+    return LLM(
+        str(target),
+        speculative_config=DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter)),
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=4,
+        max_num_batched_tokens=40,
+        block_size=8,
+        num_blocks=40,
+        threads=1,
+        **options,
+    )
+
+
+def outputs(llm: LLM) -> list[tuple]:
+    return [(o.finish_reason, o.token_ids, o.logprobs) for r in llm.generate(PROMPTS, PARAMS) for o in r.outputs]
+
+
+def test_reading_a_step_after_the_next_launch_changes_nothing(models):
+    with build(models, pipeline_depth=0) as llm:
+        truth = outputs(llm)
+    assert all(len(entry) == 20 for entry in (truth[0][1], truth[0][2], truth[1][1]))
+    with build(models, pipeline_depth=1) as llm:
+        assert outputs(llm) == truth
+
+
+@pytest.mark.gpu
+def test_a_launch_never_waits_for_the_device(models):
+    """With torch's own detector: any synchronising call inside `launch` is an error."""
+    with build(models, device="cpu") as llm:
+        truth = outputs(llm)
+    with build(models, device="cuda", pipeline_depth=1) as llm:
+        runner = llm._rank.runner
+        assert outputs(llm)[0][1] == truth[0][1]  # compiles and allocates whatever is made once
+        launch = runner.launch
+
+        def strict(plan) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        runner.launch = strict
+        assert [o[1] for o in outputs(llm)] == [o[1] for o in truth]
