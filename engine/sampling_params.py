@@ -119,6 +119,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
+def seed_of_choice(seed: int | None, index: int) -> int | None:
+    """The seed of sequence `index` of a request: seed + index, wrapped around to a signed 64-bit integer."""
+    return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
+
+
 def _as_tuple(name: str, value: object, what: str) -> tuple[object, ...]:
     if not isinstance(value, (tuple, list)):
         raise ValueError(f"{name} must be a list of {what}, got {value!r}.")

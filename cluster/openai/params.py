@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.openai.errors import ApiError, from_value_error, invalid
 from cluster.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, seed_of_choice
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _FIELDS = tuple(SamplingParams.__struct_fields__)
@@ -128,16 +128,13 @@ def sampling_params(
 
     if request.min_tokens is not None and request.min_tokens > max_tokens:
         raise invalid("min_tokens", f"{request.min_tokens} is more than the {max_tokens} tokens that may be generated")
-    seed = request.seed
-    if seed is not None and choice:
-        seed = (seed + choice + 2**63) % 2**64 - 2**63
     try:
         return SamplingParams(
             temperature=float(given(request.temperature, defaults.temperature)),
             top_p=float(given(request.top_p, defaults.top_p)),
             top_k=given(request.top_k, defaults.top_k),
             min_p=float(given(request.min_p, defaults.min_p)),
-            seed=seed,
+            seed=seed_of_choice(request.seed, choice),
             stop=tuple(request.stop or ()),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             max_tokens=max_tokens,

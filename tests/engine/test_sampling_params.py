@@ -6,7 +6,7 @@ import re
 import msgspec
 import pytest
 
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, seed_of_choice
 
 GOOD = [
     {},
@@ -96,3 +96,8 @@ def test_stop_needs_text() -> None:
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams().is_greedy
+
+
+def test_seeds_of_choices_follow_each_other_around_int64() -> None:
+    assert [seed_of_choice(2**63 - 2, i) for i in range(3)] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert (seed_of_choice(-1, 0), seed_of_choice(-1, 1), seed_of_choice(None, 5)) == (-1, 0, None)
