@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from command_line import command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
@@ -130,7 +131,7 @@ def main() -> None:
     ratios["plain c=8 / transformers static batch 8"] = medians["plain c=8"] / medians["transformers static batch 8"]
     ratios["dflash scheduled c=8 / plain c=8"] = medians["dflash c=8 scheduled K=0"] / medians["plain c=8"]
     record = {
-        "command": "python benchmarks/engine_cpu.py " + " ".join(sys.argv[3:]),
+        "command": command_line(),
         "machine": {"cpu": platform.processor() or platform.machine(), "threads": args.threads,
                     "capability": torch.backends.cpu.get_cpu_capability()},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

