@@ -135,7 +135,8 @@ def main() -> None:
             cells.append(f"{hit[0]['min_ms']:>13} / {hit[0]['quartile_ms']:>10}" if hit else f"{'-':>26}")
         print(f"{n:>5}" + "".join(cells))
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"command": command_line(), "machine": facts, "results": results}, indent=1) + "\n")
+        record = {"command": command_line(), "machine": facts, "results": results}
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {arguments.out}")
 
 

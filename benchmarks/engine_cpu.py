@@ -4,8 +4,8 @@
 
 Measures tokens/s (medians of --repeats, rounds interleaved so that a slow minute of the machine hits every row alike):
 transformers at batch 1 and its static batch of 8, the engine without drafts at 1 and 8 concurrent requests, DFlash at
-concurrency 1 for each K on each prompt set, DFlash at 8 under the schedule. Greedy, end-of-sequence ignored, so that all
-rows decode the same number of tokens.
+concurrency 1 for each K on each prompt set, DFlash at 8 under the schedule. Greedy, end-of-sequence ignored, so that
+all rows decode the same number of tokens.
 """
 
 import argparse
@@ -124,7 +124,8 @@ def main() -> None:
     ratios = {}
     for name in sets:
         best = max(args.draft_lens, key=lambda k: medians[f"dflash c=1 K={k} {name}"])
-        ratios[f"plain / transformers, c=1, {name}"] = medians[f"plain c=1 {name}"] / medians[f"transformers c=1 {name}"]
+        plain = medians[f"plain c=1 {name}"]
+        ratios[f"plain / transformers, c=1, {name}"] = plain / medians[f"transformers c=1 {name}"]
         ratios[f"dflash / plain, c=1, {name}, best K={best}"] = (
             medians[f"dflash c=1 K={best} {name}"] / medians[f"plain c=1 {name}"]
         )

@@ -2,8 +2,8 @@
 
     python benchmarks/http_overhead.py PROMPTS.json OUT.json CONFIG.yaml [--rounds 3] [--streams 8]
 
-Alternates: the engine in this process (offline API, same resolved config), then the same prompts as 8 concurrent streams to a
-server started with `dflash serve CONFIG`. Greedy, end-of-sequence ignored. Medians and their ratio.
+Alternates: the engine in this process (offline API, same resolved config), then the same prompts as 8 concurrent
+streams to a server started with `dflash serve CONFIG`. Greedy, end-of-sequence ignored. Medians and their ratio.
 """
 
 import argparse

@@ -272,7 +272,8 @@ class EngineCore:
             stop_reason = self._stop_reason(seq, token_ids[-1])
         elif row.finish is Finish.ERROR:
             finish_reason = "error"
-            error = f"the model's output is not finite (NaN or infinity) at position {len(seq.token_ids)} of the request"
+            position = len(seq.token_ids)
+            error = f"the model's output is not finite (NaN or infinity) at position {position} of the request"
             logger.error("Request %s ends: %s", seq.request_id, error)
             self._kv.pool.condemn(seq.block_ids)
         else:

@@ -86,8 +86,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Decode every prompt; results in the prompts' order.
 
-        prompts: a text, token ids, `{"prompt_token_ids": [...]}`, or a list of those. sampling_params: one for all, or one
-        each; None: vLLM's defaults.
+        prompts: a text, token ids, `{"prompt_token_ids": [...]}`, or a list of those. sampling_params: one for all, or
+        one each; None: vLLM's defaults.
 
         Raises:
             ValueError: a prompt that is empty or too long, or as many params as prompts are not given.
@@ -234,7 +234,7 @@ class LLM:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Times:
-    """Seconds from the submission of a `generate` call. first_token_s: None for a sequence that ended without a token."""
+    """Seconds from the submission of a `generate` call. first_token_s: None if a sequence ended without a token."""
 
     first_token_s: float | None
     end_s: float
