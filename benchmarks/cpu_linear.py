@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from command_line import command_line
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -134,7 +135,8 @@ def main() -> None:
             cells.append(f"{hit[0]['min_ms']:>13} / {hit[0]['quartile_ms']:>10}" if hit else f"{'-':>26}")
         print(f"{n:>5}" + "".join(cells))
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+        record = {"command": command_line(), "machine": facts, "results": results}
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {arguments.out}")
 
 

@@ -4,8 +4,8 @@
 
 Measures tokens/s (medians of --repeats, rounds interleaved so that a slow minute of the machine hits every row alike):
 transformers at batch 1 and its static batch of 8, the engine without drafts at 1 and 8 concurrent requests, DFlash at
-concurrency 1 for each K on each prompt set, DFlash at 8 under the schedule. Greedy, end-of-sequence ignored, so that all
-rows decode the same number of tokens.
+concurrency 1 for each K on each prompt set, DFlash at 8 under the schedule. Greedy, end-of-sequence ignored, so that
+all rows decode the same number of tokens.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from command_line import command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
@@ -123,14 +124,15 @@ def main() -> None:
     ratios = {}
     for name in sets:
         best = max(args.draft_lens, key=lambda k: medians[f"dflash c=1 K={k} {name}"])
-        ratios[f"plain / transformers, c=1, {name}"] = medians[f"plain c=1 {name}"] / medians[f"transformers c=1 {name}"]
+        plain = medians[f"plain c=1 {name}"]
+        ratios[f"plain / transformers, c=1, {name}"] = plain / medians[f"transformers c=1 {name}"]
         ratios[f"dflash / plain, c=1, {name}, best K={best}"] = (
             medians[f"dflash c=1 K={best} {name}"] / medians[f"plain c=1 {name}"]
         )
     ratios["plain c=8 / transformers static batch 8"] = medians["plain c=8"] / medians["transformers static batch 8"]
     ratios["dflash scheduled c=8 / plain c=8"] = medians["dflash c=8 scheduled K=0"] / medians["plain c=8"]
     record = {
-        "command": "python benchmarks/engine_cpu.py " + " ".join(sys.argv[3:]),
+        "command": command_line(),
         "machine": {"cpu": platform.processor() or platform.machine(), "threads": args.threads,
                     "capability": torch.backends.cpu.get_cpu_capability()},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

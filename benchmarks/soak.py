@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from command_line import command_line
 
 
 async def one_client(index: int, url: str, model: str, deadline: float, rng: random.Random, tally: dict) -> None:
@@ -131,7 +132,7 @@ def main() -> None:
     health = httpx.get(f"{args.url}/health", timeout=60).status_code
     half = [mb for at, mb in memory if at > args.seconds / 2]
     record = {
-        "command": "python benchmarks/soak.py " + " ".join(sys.argv[2:]),
+        "command": command_line(),
         "machine": platform.machine(),
         "tally": {**tally, "errors": tally["errors"][:10], "num_errors": len(tally["errors"])},
         "after": {k: v for k, v in after.items() if "num_requests" in k or "kv_" in k},

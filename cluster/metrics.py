@@ -129,6 +129,9 @@ class _EngineSnapshot(Collector):
         yield self._counter("vllm:num_preemptions", "Preemptions.", counters.preemptions)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prefix_cache_queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.prefix_cache_hits)
+        yield self._counter(
+            "dflash:prefix_cache_evictions", "Cached KV blocks given to others.", counters.prefix_cache_evictions
+        )
         yield self._counter("vllm:spec_decode_num_drafts", "Drafts verified.", counters.num_drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", counters.num_draft_tokens)
         yield self._counter(

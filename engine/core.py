@@ -23,7 +23,7 @@ from engine.scheduler import PipelineNotEmpty, ScheduledStep, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.speculative.counters import CounterSnapshot, SpeculationCounters, drafts_at_risk
 from engine.speculative.gate import SpeculationGate
-from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck, Version, round_down
+from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck, Version
 from engine.step import Finish, RowResult, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -82,16 +82,8 @@ class EngineCore:
         self._gate = (
             SpeculationGate(window=config.gate_window, threshold=config.gate_threshold) if config.gate_window else None
         )
-        self._schedule = DraftLengthSchedule(
-            {bound: round_down(draft_len, config.draft_len_choices) for bound, draft_len in config.draft_len_schedule}
-        )
-        if self._schedule.entries != dict(config.draft_len_schedule):
-            logger.warning(
-                "draft_len_schedule %s is rounded down to %s: draft_len_choices are %s",
-                dict(config.draft_len_schedule),
-                self._schedule.entries,
-                list(config.draft_len_choices),
-            )
+        self._schedule = DraftLengthSchedule(dict(config.draft_len_schedule))
+        assert set(self._schedule.entries.values()) <= set(config.draft_len_choices), "resolved schedules are rounded"
         self._schedule_version: Version = (0, 0)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[ScheduledStep] = deque()
@@ -280,7 +272,8 @@ class EngineCore:
             stop_reason = self._stop_reason(seq, token_ids[-1])
         elif row.finish is Finish.ERROR:
             finish_reason = "error"
-            error = f"the model's output is not finite (NaN or infinity) at position {len(seq.token_ids)} of the request"
+            position = len(seq.token_ids)
+            error = f"the model's output is not finite (NaN or infinity) at position {position} of the request"
             logger.error("Request %s ends: %s", seq.request_id, error)
             self._kv.pool.condemn(seq.block_ids)
         else:
@@ -366,6 +359,7 @@ class EngineCore:
             prompt_tokens=self._scheduler.num_prompt_tokens,
             prefix_cache_queries=self._scheduler.num_queried_tokens,
             prefix_cache_hits=self._scheduler.num_hit_tokens,
+            prefix_cache_evictions=self._kv.pool.num_evictions,
         )
 
     def stats(self) -> EngineStats:

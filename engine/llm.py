@@ -6,7 +6,9 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from engine.config.resolve import resolve_engine_config
 from engine.core import EngineCore
 from engine.output_processor import RequestState
 from engine.outputs import RequestMetrics, RequestOutput
+from engine.parallel.plan_channel import plan_sender, plan_writer
 from engine.parallel.plan_ring import PlanWriter, new_ring_name
 from engine.rank import EngineRank, FollowerSpec
 from engine.request import EngineRequest
@@ -85,8 +88,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Decode every prompt; results in the prompts' order.
 
-        prompts: a text, token ids, `{"prompt_token_ids": [...]}`, or a list of those. sampling_params: one for all, or one
-        each; None: vLLM's defaults.
+        prompts: a text, token ids, `{"prompt_token_ids": [...]}`, or a list of those. sampling_params: one for all, or
+        one each; None: vLLM's defaults.
 
         Raises:
             ValueError: a prompt that is empty or too long, or as many params as prompts are not given.
@@ -99,13 +102,13 @@ class LLM:
         states = {request.request_id: state for job in jobs for request, state in job.sequences}
         self._submit([request for job in jobs for request, _ in job.sequences])
         try:
-            self._run(states)
+            times = self._run(states)
         except BaseException as error:
             # A step that broke off leaves ranks apart: nothing after it could be trusted.
             self._failure = f"{type(error).__name__}: {error}"
             self.close()
             raise
-        return [job.output() for job in jobs]
+        return [job.output(times) for job in jobs]
 
     def chat(
         self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]], sampling_params: SamplingParams | None = None
@@ -153,19 +156,29 @@ class LLM:
                 self.core.step()
             raise
 
-    def _run(self, live: dict[str, RequestState]) -> None:
+    def _run(self, live: dict[str, RequestState]) -> dict[str, "_Times"]:
+        """Steps until every request of `live` has ended. Times count from here, when all of them are queued."""
+        started = time.perf_counter()
+        first: dict[str, float] = {}
+        times: dict[str, _Times] = {}
         while live:
-            for delta in self.core.step():
+            deltas = self.core.step()
+            elapsed_s = time.perf_counter() - started
+            for delta in deltas:
                 state = live.get(delta.request_id)
                 if state is None:
                     continue  # a stop string already ended it; these are the tokens of the step in flight
                 chunk = state.update(delta)
                 if chunk.abort:
                     self.core.abort(delta.request_id)
+                if chunk.token_ids:
+                    first.setdefault(delta.request_id, elapsed_s)
                 if chunk.finish_reason is not None:
                     del live[delta.request_id]
+                    times[delta.request_id] = _Times(first_token_s=first.get(delta.request_id), end_s=elapsed_s)
         while self.core.has_work():
             self.core.step()
+        return times
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> "_Job":
         text, ids = self._tokens_of(prompt)
@@ -202,14 +215,15 @@ class LLM:
         for follower in self._followers:
             if follower.poll() is not None:
                 raise RuntimeError(f"a tensor-parallel rank ended with exit code {follower.returncode}")
-        self._ring.send(msgspec.msgpack.encode(plan))
+        self._send_plan(plan)
 
     def _start_followers(self) -> str | None:
         size = self.config.tensor_parallel_size
         if size == 1:
             return None
         init_method = f"tcp://127.0.0.1:{_free_port()}"
-        self._ring = PlanWriter(new_ring_name(), num_readers=size - 1)
+        self._ring = plan_writer(new_ring_name(), self.config)
+        self._send_plan = plan_sender(self._ring)
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
         for rank in range(1, size):
             spec = FollowerSpec(
@@ -223,6 +237,14 @@ class LLM:
         return init_method
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Times:
+    """Seconds from the submission of a `generate` call. first_token_s: None if a sequence ended without a token."""
+
+    first_token_s: float | None
+    end_s: float
+
+
 class _Job:
     """One prompt and its n sequences."""
 
@@ -231,7 +253,8 @@ class _Job:
         self._ids = ids
         self.sequences = sequences
 
-    def output(self) -> RequestOutput:
+    def output(self, times: dict[str, "_Times"]) -> RequestOutput:
+        own = [times[request.request_id] for request, _ in self.sequences]
         first_request, first_state = self.sequences[0]
         alone = len(self.sequences) == 1
         return RequestOutput(
@@ -242,6 +265,8 @@ class _Job:
             finished=True,
             metrics=RequestMetrics(
                 num_cached_tokens=first_state.num_cached_tokens,
+                time_to_first_token_s=min((t.first_token_s for t in own if t.first_token_s is not None), default=None),
+                duration_s=max(t.end_s for t in own),
                 speculative_decoding=first_state.spec_stats() if alone else None,
             ),
         )

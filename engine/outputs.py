@@ -75,7 +75,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestMetrics:
-    """Figures of one request: speculative_decoding of its only sequence (None when n > 1 or nothing was drafted)."""
+    """Figures of one request.
+
+    time_to_first_token_s: from the submission of the whole call to the first token of any of its sequences, waiting in
+        the queue included; None without a token. duration_s: to the end of the last one.
+    speculative_decoding: of its only sequence (None when n > 1 or nothing was drafted).
+    """
 
     num_cached_tokens: int = 0
     time_to_first_token_s: float | None = None

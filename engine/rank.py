@@ -1,7 +1,7 @@
 """One tensor-parallel rank: process group, its weight shards, its KV cache, its runner.
 
-Rank 0's owner drives `runner` with an `EngineCore`; every other rank follows the plans that rank 0 sends. Run as a module
-(`python -m engine.rank`) it is a follower process: a pickled `FollowerSpec` arrives on standard input.
+Rank 0's owner drives `runner` with an `EngineCore`; every other rank follows the plans that rank 0 sends. Run as a
+module (`python -m engine.rank`) it is a follower process: a pickled `FollowerSpec` arrives on standard input.
 """
 
 import pickle
@@ -25,7 +25,7 @@ _GROUP_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerSpec:
-    """What a follower process needs: the config, its rank, the rendezvous, and the plan ring's name and reader index."""
+    """What a follower process needs: the config, its rank, the rendezvous, and the plan ring's name."""
 
     config: EngineConfig
     rank: int

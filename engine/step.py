@@ -8,8 +8,8 @@ Lengths, for one request (positions are absolute, 0-based):
     0 ........ committed_len-1 | committed_len | committed_len+1 .. committed_len+k | .. committed_len+W-1
     target and draft K/V exist | last_token    | drafts, verified by the next T     | drafter's block (lookahead)
 
-`committed_len` counts tokens whose target K/V exist. `last_token` (the bonus token) sits at position committed_len and is
-the first input of the next verify. A request therefore has committed_len + 1 tokens.
+`committed_len` counts tokens whose target K/V exist. `last_token` (the bonus token) sits at position committed_len and
+is the first input of the next verify. A request therefore has committed_len + 1 tokens.
 """
 
 import enum
@@ -51,7 +51,7 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """`token_ids` at positions start .. start+len-1 of a slot. samples: the chunk ends the prompt, so a token is drawn."""
+    """`token_ids` at positions start .. start+len-1 of a slot. samples: it ends the prompt, so a token is drawn."""
 
     slot: int
     start: int

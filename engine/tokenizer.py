@@ -48,7 +48,7 @@ class Tokenizer:
 
         loader: Any = PreTrainedTokenizerFast
         if not (Path(model_dir) / "tokenizer.json").is_file():
-            from transformers import AutoTokenizer as loader  # noqa: N813
+            from transformers import AutoTokenizer as loader
         try:
             hf_tokenizer = loader.from_pretrained(str(model_dir), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
@@ -72,10 +72,6 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def token_text(self, token_id: int) -> str:
-        """The token alone as text; a part of a character shows as U+FFFD, an id without a token as ''."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token adds to a text, special tokens literally; concatenated they are the text's UTF-8."""

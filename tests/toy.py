@@ -1,4 +1,4 @@
-"""Toy models that an engine loads: the random checkpoints of `tests.reference.toy` with a byte tokenizer beside the target."""
+"""Toy models that an engine loads: the random checkpoints of `tests.reference.toy` with a byte tokenizer."""
 
 from pathlib import Path
 from typing import Any

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from engine.config.engine import EngineConfig
+from engine.parallel.plan_channel import plan_sender, plan_writer
 from engine.parallel.plan_ring import PlanReader, PlanRingClosed, PlanWriter
 from engine.parallel.process_identity import ProcessIdentity
 from engine.step import StepPlan
@@ -26,8 +25,6 @@ DEFAULT_FACTORY = "workers.gpu_worker:build_rank"
 READY = "ready"
 MAX_CONCURRENCY = 4  # run, and room for prepare and progress
 _ATTACH_TIMEOUT_S = 60.0
-# A plan is dominated by its prefill tokens, at most 5 bytes each; the ring holds several of the longest.
-_RING_BYTES_PER_TOKEN = 32
 
 
 class Rank(Protocol):
@@ -165,10 +162,8 @@ class GpuWorker:
             ) from error
         writer: PlanWriter | None = None
         if job.ring_name is not None:
-            config = job.config
-            capacity = max(1 << 20, _RING_BYTES_PER_TOKEN * config.max_num_batched_tokens)
-            writer = PlanWriter(job.ring_name, num_readers=config.tensor_parallel_size - 1, capacity=capacity)
-        rank = self._build(job, broadcast=_plan_sender(writer) if writer is not None else None)
+            writer = plan_writer(job.ring_name, job.config)
+        rank = self._build(job, broadcast=plan_sender(writer) if writer is not None else None)
         core = rank.core
         assert core is not None, "rank 0 has no core"
         if writer is not None:
@@ -228,15 +223,6 @@ def load_factory(path: str) -> RankFactory:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"factory: {path!r} cannot be loaded: {error}") from error
     return factory
-
-
-def _plan_sender(writer: PlanWriter) -> Callable[[StepPlan], None]:
-    encoder = msgspec.msgpack.Encoder()
-
-    def broadcast(plan: StepPlan) -> None:
-        writer.send(encoder.encode(plan))
-
-    return broadcast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
 """Reference attention: torch SDPA over a paged gather, one padded call per group. Every other backend's oracle.
 
 Grouped queries fold into the query length, so K/V are never repeated: a KV head sees Q * G queries.
-Shapes: N rows, R sequences, Q queries per sequence (padded), h heads, D head size, G heads per KV head, S padded K/V length.
+Shapes: N rows, R sequences, Q queries per sequence (padded), h heads, D head size, G heads per KV head, S padded K/V
+length.
 """
 
 from dataclasses import dataclass

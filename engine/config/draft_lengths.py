@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from engine.config.decoding import DFlashDecodingConfig
+from engine.speculative.schedule import round_down
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def resolve_schedule(
     schedule = config.draft_len_schedule or {max_num_seqs: config.max_draft_len}
     resolved = []
     for batch_size, draft_len in sorted(schedule.items()):
-        rounded = max(choice for choice in choices if choice <= draft_len)
+        rounded = round_down(draft_len, choices)
         if rounded != draft_len:
             logger.warning(
                 "draft_len_schedule[%d]: %d is not one of draft_len_choices %s; using %d",

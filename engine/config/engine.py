@@ -14,6 +14,8 @@ class EngineConfig:
     draft_len_choices: the declared program widths, ascending, containing 0 and max_draft_len.
     draft_len_schedule: ((batch size upper bound inclusive, K), ...) ascending; above the last key K = 0.
     num_blocks:      KV blocks including the null block 0.
+    load_format, drafter_load_format: auto, safetensors, or dummy (random weights, for measurements without a
+        checkpoint; only in a config made by hand, such as for `LLM.from_config`: the resolver refuses it).
     pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
     """
 

@@ -23,8 +23,8 @@ _ROPE_PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-# dflash_config keys with the value that means "plain DFlash"; any other value is another drafter. The others are ignored
-# only if listed in _DRAFTER_KEYS.
+# dflash_config keys with the value that means "plain DFlash"; any other value is another drafter. The others are
+# ignored only if listed in _DRAFTER_KEYS.
 _DRAFTER_NEUTRAL: dict[str, tuple[object, ...]] = {
     "sample_from_anchor": (None, False),
     "shift_label": (None, False),
@@ -40,14 +40,14 @@ _DRAFTER_NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 _DRAFTER_KEYS = ("mask_token_id", "target_layer_ids", "block_size")
 _MISSING_MASK = (
-    "DFlash requires mask_token_id to be set. Please set it in DFlashDecodingConfig or ensure the draft model config has "
-    "'dflash_config.mask_token_id' or 'mask_token_id'."
+    "DFlash requires mask_token_id to be set. Please set it in DFlashDecodingConfig or ensure the draft model config "
+    "has 'dflash_config.mask_token_id' or 'mask_token_id'."
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. rope_type: "default", "llama3", "linear", "yarn", ...; parameters: the checkpoint's other keys."""
+    """Rotary embedding. rope_type: "default", "llama3", "linear", "yarn", ..; parameters: the other keys."""
 
     theta: float
     rope_type: str = "default"
@@ -99,7 +99,7 @@ class DrafterConfig:
 
 
 def parse_target_config(source: str | Path | Mapping[str, Any]) -> TargetConfig:
-    """The target of a model directory (`config.json`, and `generation_config.json` for end-of-sequence ids), or of a dict.
+    """The target of a model directory (`config.json`, and `generation_config.json` for end-of-sequence ids), or a dict.
 
     Raises:
         ValueError: a missing or malformed file or key, or a checkpoint this engine does not implement.

@@ -65,6 +65,7 @@ class BlockPool:
             else:
                 block_id = next(iter(self._cached))
                 self._evict(block_id)
+                self.num_evictions += 1
             self._num_refs[block_id] = 1
             block_ids.append(block_id)
         return block_ids
@@ -178,4 +179,3 @@ class BlockPool:
         assert key is not None
         del self._block_of[key]
         self._key_of[block_id] = None
-        self.num_evictions += 1

@@ -38,7 +38,8 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and SwiGLU MLP; q, k, v and gate, up are one GEMM each.
 
     qkv.weight rows: q heads, k heads, v heads. gate_up.weight rows: gate, up. The output projections are row-parallel:
-    one all-reduce each. qk_norm_weight [h + g, D] holds q_norm's row for every query head and k_norm's for every KV head.
+    one all-reduce each. qk_norm_weight [h + g, D] holds q_norm's row for every query head and k_norm's for every KV
+    head.
     """
 
     def __init__(self, spec: LayerSpec, *, tp: TpGroup, attention: Attention) -> None:

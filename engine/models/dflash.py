@@ -1,8 +1,8 @@
 """The DFlash drafter (arXiv 2602.06036): a block of masks filled in one pass over K/V made from the target's states.
 
-Context rows: c = hidden_norm(fc(taps)) once; every layer's K and V of them come straight from c (no input norm) and live
-in the paged cache at the tokens' own positions. Block rows: [last token, MASK ..] embedded by the target, non-causal over
-context and block; the row at a position predicts the token at that position.
+Context rows: c = hidden_norm(fc(taps)) once; every layer's K and V of them come straight from c (no input norm) and
+live in the paged cache at the tokens' own positions. Block rows: [last token, MASK ..] embedded by the target,
+non-causal over context and block; the row at a position predicts the token at that position.
 Shapes: N rows, H drafter hidden, T taps, L layers, g KV heads on this rank, D head size, Hs: H / ranks rounded up.
 """
 

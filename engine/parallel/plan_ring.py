@@ -117,11 +117,6 @@ class PlanWriter:
         """The longest message: half of the ring, so that it fits whatever the position."""
         return self._capacity // 2 - 2 * ALIGN
 
-    @property
-    def num_sent(self) -> int:
-        """Messages sent."""
-        return self._count
-
     def reader_counts(self) -> tuple[int, ...]:
         """Messages each reader has taken: a rank that hangs is the one behind."""
         mapping = self._mapped()

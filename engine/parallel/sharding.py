@@ -1,8 +1,8 @@
 """How one rank of a tensor-parallel group shares a model: pure arithmetic on ranges, no tensors.
 
 Every dimension that is cut is first padded with zeros up to a multiple of the group's size, so any degree works on any
-shape: whole KV groups (a KV head with the query heads that read it), MLP columns, vocabulary rows, hidden columns of the
-drafter's `fc`. A padded part has zero weights and adds exactly zero to the row-parallel sums.
+shape: whole KV groups (a KV head with the query heads that read it), MLP columns, vocabulary rows, hidden columns of
+the drafter's `fc`. A padded part has zero weights and adds exactly zero to the row-parallel sums.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def shard(total: int, *, rank: int, ranks: int) -> Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShard:
-    """Rank's attention heads: whole KV groups, in the checkpoint's order. Counts include padding unless named `real`."""
+    """A rank's heads: whole KV groups, in the checkpoint's order. Counts include padding unless called `real`."""
 
     num_heads: int
     num_kv_heads: int

@@ -22,8 +22,8 @@ class CollectiveCount:
 class TpGroup:
     """Collectives over the ranks of one engine. Every rank makes the same calls in the same order.
 
-    `hidden_gathers` counts the hidden-state gathers of the drafter's context apart from all other collectives; at size 1
-    nothing is gathered and nothing is counted.
+    `hidden_gathers` counts the hidden-state gathers of the drafter's context apart from all other collectives; at size
+    1 nothing is gathered and nothing is counted.
     """
 
     def __init__(self, *, rank: int, size: int, backend: str | None) -> None:

@@ -53,8 +53,8 @@ def assert_owned(cache_N: torch.Tensor, written_N: torch.Tensor, block_size: int
 def decode_block(state: SlotState, slots_R: torch.Tensor, verify_len: int) -> DecodeBlock:
     """Read the rows' drafts; k = min(verify_len, draft_count, max_len - 2 - committed_len), 0 for finished rows.
 
-    max_len - 2 - committed_len: the request holds committed_len + 1 tokens and the verify always adds one of its own, so a
-    longer draft could never be emitted.
+    max_len - 2 - committed_len: the request holds committed_len + 1 tokens and the verify always adds one of its own,
+    so a longer draft could never be emitted.
     """
     committed_R = state.committed_len[slots_R]
     finished_R = state.finished[slots_R]

@@ -6,7 +6,7 @@ import torch
 
 
 class StepClock:
-    """Runs from construction to `stop`. On CUDA both are marks in the stream; on the CPU the work itself is in between."""
+    """From construction to `stop`. On CUDA both are marks in the stream; on the CPU the work is done in between."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []

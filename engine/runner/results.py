@@ -17,8 +17,8 @@ from engine.step import Finish, RowResult, SlotInit, TokenLogprobs
 class LogprobRows:
     """Log-probabilities of every column of the rows that asked for them; which columns count is not known yet.
 
-    rows: indices of those rows in plan order. tensors: num_columns entries of each decode row (the first num_decode rows
-        of the step) and one of each prompt that ended, in the order of `rows`.
+    rows: indices of those rows in plan order. tensors: num_columns entries of each decode row (the first num_decode
+        rows of the step) and one of each prompt that ended, in the order of `rows`.
     """
 
     rows: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""T: the target's forward over the decode rows and the prompt chunks of one step. Keeps the taps, returns the logits."""
+"""T: the target's forward over the decode rows and the prompt chunks of one step. Keeps taps, returns logits."""
 
 from dataclasses import dataclass
 

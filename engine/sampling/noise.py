@@ -31,12 +31,6 @@ STREAM_ACCEPT = 1  # the acceptance coin of rejection sampling
 STREAM_RESIDUAL = 2  # the residual draw of rejection sampling
 
 
-def fold_seed(seed: int) -> int:
-    """Any Python int as the signed 64-bit integer with the same low 64 bits, ready for an int64 tensor."""
-    low = seed & 0xFFFFFFFFFFFFFFFF
-    return low - (1 << 64) if low >> 63 else low
-
-
 def gumbel_noise(seed_N: Tensor, position_N: Tensor, vocab_ids_V: Tensor, *, stream: int = STREAM_TOKEN) -> Tensor:
     """Standard Gumbel noise, float32 [N, V], for every (row, id).
 

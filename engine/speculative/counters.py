@@ -36,6 +36,7 @@ class CounterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rows that had drafts at risk, those drafts, those accepted, and the latter by position.
     prefix_cache_queries / prefix_cache_hits: prompt tokens looked up and found, first admissions only.
     prefill_tokens: tokens handed to the device as prefill, recomputation included. prompt_tokens: admitted prompts'.
+    prefix_cache_evictions: cached blocks that were given to another owner.
     finished: by finish reason.
     """
 
@@ -51,6 +52,7 @@ class CounterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    prefix_cache_evictions: int
     finished: dict[str, int]
 
 
@@ -119,9 +121,15 @@ class SpeculationCounters:
             cell.decode_time_s += steady_time_s
 
     def snapshot(
-        self, *, preemptions: int, prompt_tokens: int, prefix_cache_queries: int, prefix_cache_hits: int
+        self,
+        *,
+        preemptions: int,
+        prompt_tokens: int,
+        prefix_cache_queries: int,
+        prefix_cache_hits: int,
+        prefix_cache_evictions: int,
     ) -> CounterSnapshot:
-        """The counts now, joined with those the scheduler keeps."""
+        """The counts now, joined with those the scheduler and the block pool keep."""
         cells = tuple(_expand(key, self._cells[key]) for key in sorted(self._cells))
         outcomes: Counter[tuple[int, int]] = Counter()
         for cell in self._cells.values():
@@ -139,6 +147,7 @@ class SpeculationCounters:
             preemptions=preemptions,
             prefix_cache_queries=prefix_cache_queries,
             prefix_cache_hits=prefix_cache_hits,
+            prefix_cache_evictions=prefix_cache_evictions,
             finished=dict(self.finished),
         )
 

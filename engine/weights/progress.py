@@ -31,14 +31,6 @@ class Progress(Protocol):
         ...
 
 
-class SilentProgress:
-    """Shows nothing."""
-
-    @contextmanager
-    def stage(self, label: str, total: int | None) -> Iterator[Task]:
-        yield _SilentTask()
-
-
 class _SilentTask:
     def advance(self, amount: int) -> None:
         return None

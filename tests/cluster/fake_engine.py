@@ -163,6 +163,7 @@ class FakeEngine:
             preemptions=1,
             prefix_cache_queries=100,
             prefix_cache_hits=48,
+            prefix_cache_evictions=5,
         )
 
     async def check_health(self) -> None:

@@ -165,6 +165,7 @@ def test_metrics(server: ApiServer):
     blocks = [samples[f"dflash:kv_blocks{kind}", None] for kind in ("", "_free", "_cached")]
     assert blocks == [8, 4, 2]
     assert samples["vllm:prompt_tokens_total", None] == 100
+    assert samples["dflash:prefix_cache_evictions_total", None] == 5
     assert samples["vllm:generation_tokens_total", None] == 35
     assert samples["vllm:time_to_first_token_seconds_count", None] >= 1
     assert samples["vllm:request_success_total", None] >= 1

@@ -14,7 +14,7 @@ Proposal = Callable[[int, int], int]  # (slot, position) -> token id
 
 
 def propose(llm: LLM, proposal: Proposal) -> None:
-    """After every D, overwrite the live rows' drafts with `proposal(slot, position)`. Drafter and context run as usual."""
+    """After every D, overwrite live rows' drafts with `proposal(slot, position)`. Drafter and context run as usual."""
     runner = llm._rank.runner
     program = runner._draft_program
     real = program.draft

@@ -187,6 +187,19 @@ def test_concurrent_prefix_hits_with_drafts_never_write_shared_blocks(depth):
     harness.check_idle()
 
 
+def test_evictions_are_counted_when_a_cached_block_goes_to_another_owner():
+    harness = Harness(make_config(num_blocks=20, width=0))
+    for token in range(8):
+        harness.add([token] * 30, max_tokens=2, ignore_eos=True)
+        harness.run()
+    counted = harness.core.counters().prefix_cache_evictions
+    assert counted == harness.core._kv.pool.num_evictions
+    assert counted >= 8 * 7 - 19  # seven full blocks of four tokens each, nineteen places
+    harness.core.reset_prefix_cache()
+    assert harness.core.counters().prefix_cache_evictions == counted
+    harness.check_idle()
+
+
 # ---------------------------------------------------------------------------------------- limits
 
 

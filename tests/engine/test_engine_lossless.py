@@ -78,7 +78,7 @@ def test_greedy_equals_transformers(models, kind):
 def test_greedy_under_pressure(models, depth, chunk, blocks, prefix_caching):
     """Small pools force preemption, small chunks split prompts, repeated prompts hit the prefix cache."""
     base = prompts(6, seed=3)
-    texts = base + [base[0][:20] + base[1], base[2], base[2]]
+    texts = [*base, base[0][:20] + base[1], base[2], base[2]]
     with engine(models["llama"], None, num_blocks=400, max_num_seqs=9) as plain:
         truth = ids(plain.generate(texts, greedy(len(texts))))
     with engine(
@@ -94,7 +94,7 @@ def test_greedy_under_pressure(models, depth, chunk, blocks, prefix_caching):
         llm.core.check_integrity()
 
 
-@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("depth", [0, 1])
 def test_seeded_sampling_ignores_drafts_and_neighbours(models, depth):
     texts = prompts(5, seed=9)
     params = [
@@ -102,7 +102,7 @@ def test_seeded_sampling_ignores_drafts_and_neighbours(models, depth):
         for i in range(5)
     ]
     with engine(models["qwen3"], None) as plain:
-        alone = [ids(plain.generate([t], [p]))[0] for t, p in zip(texts, params)]
+        alone = [ids(plain.generate([t], [p]))[0] for t, p in zip(texts, params, strict=True)]
         together = ids(plain.generate(texts, params))
     assert together == alone
     with engine(models["qwen3"], 7, pipeline_depth=depth) as llm:
@@ -111,7 +111,7 @@ def test_seeded_sampling_ignores_drafts_and_neighbours(models, depth):
         assert llm.core.counters().num_accepted_tokens > 10
 
 
-@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("depth", [0, 1])
 def test_spoiled_drafts_accept_nothing(models, depth):
     texts = prompts(3, seed=4)
     with engine(models["llama"], 7, pipeline_depth=depth) as llm:
@@ -123,7 +123,7 @@ def test_spoiled_drafts_accept_nothing(models, depth):
         assert counters.num_accepted_tokens == 0 and counters.num_draft_tokens > 50
 
 
-@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("depth", [0, 1])
 def test_stop_id_inside_an_accepted_block(models, depth):
     text = prompts(1, seed=11)[0]
     with engine(models["llama"], None) as plain:
@@ -140,8 +140,8 @@ def test_stop_id_inside_an_accepted_block(models, depth):
             assert (result.finish_reason, result.stop_reason) == ("stop", stop)
 
 
-@pytest.mark.parametrize("depth", (0, 1))
-@pytest.mark.parametrize("max_tokens", (1, 2, 7, 8, 9, 17))
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 17])
 def test_max_tokens_is_exact(models, depth, max_tokens):
     text = prompts(1, seed=12)[0]
     with engine(models["llama"], None) as plain:
@@ -227,7 +227,7 @@ def test_chunking_never_changes_the_drafts(models):
         assert any(at in by_position for at, _ in late)
 
 
-@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("depth", [0, 1])
 def test_preemption_never_changes_the_drafts(models, depth):
     """A request that lost its blocks drafts, at every position, what it drafts when it is left alone."""
     texts = prompts(3, seed=21, longest=40)
@@ -278,7 +278,7 @@ def test_logprobs_are_the_raw_models(models):
         assert list(entry.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("draft_len", (None, 7))
+@pytest.mark.parametrize("draft_len", [None, 7])
 def test_temperature_one_has_the_models_distribution(models, draft_len):
     """First two tokens after one prompt, 1,500 seeds: chi-square against exact probabilities."""
     from scipy.stats import chisquare
@@ -295,7 +295,7 @@ def test_temperature_one_has_the_models_distribution(models, draft_len):
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     with torch.no_grad():
         first_V = model(torch.tensor([text])).logits[0, -1].softmax(-1)
-        following_VV = model(torch.tensor([text + [t] for t in range(VOCAB_SIZE)])).logits[:, -1].softmax(-1)
+        following_VV = model(torch.tensor([[*text, t] for t in range(VOCAB_SIZE)])).logits[:, -1].softmax(-1)
     second_V = first_V @ following_VV
     for position, exact_V in ((0, first_V), (1, second_V)):
         observed = torch.bincount(

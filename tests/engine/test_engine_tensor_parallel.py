@@ -104,7 +104,7 @@ def run(models, **options) -> dict:
         return result
 
 
-@pytest.mark.parametrize("gather", ("taps", "fused"))
+@pytest.mark.parametrize("gather", ["taps", "fused"])
 def test_two_ranks_equal_one(models, gather):
     one = run(models)
     two = run(models, tensor_parallel_size=2, hidden_state_gather=gather)

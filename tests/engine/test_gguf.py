@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.weights.gguf_file import convert_gguf
-from engine.weights.progress import SilentProgress
+from engine.weights.progress import LogProgress
 from tests.engine.tiny_gguf import QType, make_model, write_gguf
 
 TEXTS = [
@@ -45,7 +45,7 @@ def convert(tmp_path: Path, **options: object) -> Path:
     out.mkdir()
     model = options.pop("model", None) or make_model()
     write_gguf(tmp_path / "tiny.gguf", model, **options)
-    convert_gguf(tmp_path / "tiny.gguf", out, SilentProgress())
+    convert_gguf(tmp_path / "tiny.gguf", out, LogProgress())
     return out
 
 
@@ -160,7 +160,7 @@ def test_unsupported_files_are_refused_by_name(tmp_path: Path, options: dict[str
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"not a model, not at all")
     with pytest.raises(ValueError, match=r"bad\.gguf cannot be read as a GGUF file"):
-        convert_gguf(tmp_path / "bad.gguf", tmp_path, SilentProgress())
+        convert_gguf(tmp_path / "bad.gguf", tmp_path, LogProgress())
 
 
 def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
@@ -168,4 +168,4 @@ def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
     data = (tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: len(data) - 5000])
     with pytest.raises(ValueError, match=r"cut\.gguf cannot be read as a GGUF file"):
-        convert_gguf(tmp_path / "cut.gguf", tmp_path, SilentProgress())
+        convert_gguf(tmp_path / "cut.gguf", tmp_path, LogProgress())

@@ -1,4 +1,4 @@
-"""A request whose K/V are not finite ends alone with "error": neighbours and later owners of its blocks see nothing of it.
+"""A request whose K/V are not finite ends alone with "error": neighbours and later owners of its blocks see nothing.
 
 The target's embedding row of one token id is NaN, so a request is broken exactly when it contains that id.
 """

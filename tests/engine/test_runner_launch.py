@@ -1,5 +1,8 @@
 """A launched step is read only in `collect`: later launches change nothing of it, and a device is never waited for."""
 
+import time
+
+import msgspec
 import pytest
 import torch
 
@@ -47,6 +50,21 @@ def test_reading_a_step_after_the_next_launch_changes_nothing(models):
     assert all(len(entry) == 20 for entry in (truth[0][1], truth[0][2], truth[1][1]))
     with build(models, pipeline_depth=1) as llm:
         assert outputs(llm) == truth
+
+
+def test_results_carry_their_times_and_choices_their_own_seeds(models):
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 30)]
+    last = SamplingParams(temperature=1.0, max_tokens=8, seed=2**63 - 1, n=2, ignore_eos=True)
+    with build(models) as llm:
+        started = time.perf_counter()
+        short, long, twice = llm.generate(PROMPTS, [*params, last])
+        elapsed = time.perf_counter() - started
+        for result in (short, long, twice):
+            assert 0 < result.metrics.time_to_first_token_s <= result.metrics.duration_s < elapsed
+        assert short.metrics.time_to_first_token_s == short.metrics.duration_s < long.metrics.duration_s
+        for index, seed in enumerate((2**63 - 1, -(2**63))):
+            alone = llm.generate(PROMPTS[2], msgspec.structs.replace(last, n=1, seed=seed))[0]
+            assert alone.outputs[0].token_ids == twice.outputs[index].token_ids
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from scipy import stats
 from engine.sampling.noise import (
     STREAM_ACCEPT,
     STREAM_RESIDUAL,
-    fold_seed,
     gumbel_noise,
     gumbel_noise_pairs,
     uniform_noise,
@@ -150,10 +149,3 @@ def test_avalanche() -> None:
         changed = (base * 2**24).long() ^ (flipped * 2**24).long()
         share = sum(float((changed >> b & 1).double().mean()) for b in range(24)) / 24
         assert abs(share - 0.5) < 0.02, bit
-
-
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 2**64 + 5])
-def test_any_int_seed_folds_into_int64(seed: int) -> None:
-    folded = fold_seed(seed)
-    assert torch.tensor([folded], dtype=torch.int64).item() == folded
-    assert folded % 2**64 == seed % 2**64

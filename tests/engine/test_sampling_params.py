@@ -6,7 +6,7 @@ import re
 import msgspec
 import pytest
 
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, choice_seed
 
 GOOD = [
     {},
@@ -98,3 +98,8 @@ def test_stop_needs_text() -> None:
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams().is_greedy
+
+
+def test_seeds_of_choices_follow_each_other_around_int64() -> None:
+    assert [choice_seed(2**63 - 2, i) for i in range(3)] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert (choice_seed(-1, 0), choice_seed(-1, 1), choice_seed(None, 5)) == (-1, 0, None)

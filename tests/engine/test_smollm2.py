@@ -1,4 +1,4 @@
-"""The real model and the real drafter: lossless against stored `transformers` tokens, acceptance of the reference loop."""
+"""The real model and the real drafter: lossless against stored `transformers` tokens, the reference's acceptance."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_float32_equals_transformers(make, draft_len, depth):
 
 
 def test_acceptance_is_the_reference_loops(make, smollm2_dir, smollm2_drafter_dir):
-    """Every step accepts what a loop of HF modules without any cache accepts; also warm and after an abort in mid-text."""
+    """Every step accepts what a loop of HF modules without any cache accepts; also warm, and after an abort."""
     prompt = CASES[21]["prompt_token_ids"]
     num_tokens = 40
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
@@ -90,8 +90,8 @@ def test_bfloat16_is_bit_for_bit_at_one_shape(make):
 
 
 def test_bfloat16_stays_within_the_margin(make, smollm2_dir):
-    """Part 2: teacher-forced through `transformers` in bfloat16, emitted tokens are at most a rounding below the maximum,
-    and DFlash shows no more flips than plain decoding."""
+    """Part 2: teacher-forced through `transformers` in bfloat16, emitted tokens are at most a rounding below the
+    maximum, and DFlash shows no more flips than plain decoding."""
     cases = CASES[2:60:20]
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.bfloat16).eval()
 
@@ -117,7 +117,7 @@ def test_bfloat16_stays_within_the_margin(make, smollm2_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft_len", (0, 15))
+@pytest.mark.parametrize("draft_len", [0, 15])
 def test_float32_equals_transformers_everywhere(make, draft_len):
     with make(draft_len) as llm:
         assert outputs(llm, CASES, 128) == [c["token_ids"] for c in CASES]

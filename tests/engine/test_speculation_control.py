@@ -4,6 +4,8 @@ import logging
 
 import pytest
 
+from engine.config.decoding import DFlashDecodingConfig
+from engine.config.draft_lengths import resolve_schedule
 from engine.speculative.counters import SpeculationCounters, batch_bucket, drafts_at_risk
 from engine.speculative.gate import SpeculationGate
 from engine.speculative.schedule import DraftLengthSchedule, round_down
@@ -75,8 +77,12 @@ def test_apply_schedule_takes_only_newer_versions():
 
 
 def test_configured_schedule_outside_the_choices_is_lowered_with_a_warning(caplog):
-    Harness(make_config(draft_len_schedule=((4, 6),)))
-    assert "rounded down to {4: 5}" in caplog.text
+    """By the resolver, as a pushed one is by the engine; the core takes only resolved schedules."""
+    config = DFlashDecodingConfig(max_draft_len=7, draft_len_schedule={2: 7, 4: 6})
+    assert resolve_schedule(config, LIMITS["choices"], 8) == ((2, 7), (4, 3))
+    assert "draft_len_schedule[4]: 6 is not one of draft_len_choices [0, 1, 3, 7]; using 3" in caplog.text
+    with pytest.raises(AssertionError, match="resolved schedules are rounded"):
+        Harness(make_config(draft_len_schedule=((4, 6),)))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +189,9 @@ def test_counters_expand_positions_and_sum_over_cells():
     counters.record_decode(
         num_program_rows=5, verify_len=1, outcomes=[(1, 0), (0, 0)], num_tokens=2, steady_time_s=None
     )
-    snapshot = counters.snapshot(preemptions=0, prompt_tokens=0, prefix_cache_queries=0, prefix_cache_hits=0)
+    snapshot = counters.snapshot(
+        preemptions=0, prompt_tokens=0, prefix_cache_queries=0, prefix_cache_hits=0, prefix_cache_evictions=0
+    )
     first, second = snapshot.cells
     assert (first.batch_bucket, first.draft_len, first.at_risk, first.accepted) == (4, 3, (3, 2, 1), (2, 1, 1))
     assert (second.batch_bucket, second.decode_steps, second.at_risk, second.accepted) == (6, 0, (1,), (0,))

@@ -97,7 +97,7 @@ def test_token_bytes_concatenate_to_the_text(make) -> None:
     text = "the caf\u00e9 \u4f60\u597d \U0001f600"
     raw = b"".join(tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text))
     assert raw.decode().removeprefix(" ") == text
-    assert tokenizer.token_text(tokenizer.backend.token_to_id("<|im_end|>")) == "<|im_end|>"
+    assert tokenizer.token_bytes(tokenizer.backend.token_to_id("<|im_end|>")) == b"<|im_end|>"
     assert tokenizer.token_bytes(10**6) == b""
 
 

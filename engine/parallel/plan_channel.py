@@ -1,0 +1,33 @@
+"""Plans over a plan ring: how large the ring is and how a plan becomes a message."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from engine.config.engine import EngineConfig
+from engine.parallel.plan_ring import PlanWriter
+from engine.step import StepPlan
+
+# A plan is dominated by its prefill tokens, at most 5 bytes each; the ring holds several of the longest.
+_BYTES_PER_TOKEN = 32
+_MIN_BYTES = 1 << 20
+
+
+def plan_writer(name: str, config: EngineConfig) -> PlanWriter:
+    """A ring from rank 0 to every other rank, wide enough for the longest plan of this config.
+
+    Raises:
+        FileExistsError: the name is in use.
+    """
+    capacity = max(_MIN_BYTES, _BYTES_PER_TOKEN * config.max_num_batched_tokens)
+    return PlanWriter(name, num_readers=config.tensor_parallel_size - 1, capacity=capacity)
+
+
+def plan_sender(writer: PlanWriter) -> Callable[[StepPlan], None]:
+    """Sends a plan to every reader of the ring."""
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(plan: StepPlan) -> None:
+        writer.send(encoder.encode(plan))
+
+    return send
