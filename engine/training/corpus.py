@@ -45,8 +45,14 @@ class Corpus:
         return self.tokens[self.start[index] : self.start[index + 1]]
 
     def subset(self, indices: Sequence[int]) -> "Corpus":
-        return Corpus.of(
-            [(self.document(i), int(self.prompt_len[i]), float(self.temperature[i])) for i in indices]  # type: ignore[misc]
+        index = np.asarray(indices, np.int64)
+        lengths = np.diff(self.start)[index]
+        parts = [self.document(i) for i in indices]
+        return Corpus(
+            tokens=np.concatenate(parts) if parts else self.tokens[:0],
+            start=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+            prompt_len=self.prompt_len[index],
+            temperature=self.temperature[index],
         )
 
     def save(self, path: Path) -> None:

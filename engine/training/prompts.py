@@ -11,7 +11,7 @@ import lzma
 import random
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from engine.tokenizer import Tokenizer
@@ -62,7 +62,6 @@ _WORD_PROBLEMS = {
     "count_primes": 1,
     "dice": 1,
     "coin_flip": 1,
-    "age": 1,
 }
 _PROBLEM_ENDINGS = (
     "\nPlease reason step by step, and put your final answer within \\boxed{}.",
@@ -72,6 +71,7 @@ _PROBLEM_ENDINGS = (
 )
 _SPACES = re.compile(r"[ \t]+")
 MIN_CHARS, MAX_CHARS = 12, 1500
+_MARK = "MARK-OF-CONTENT"
 
 
 def docstring_prompts(roots: Iterable[Path], *, seed: int) -> Iterator[str]:
@@ -129,14 +129,22 @@ def word_problems(count: int, *, seed: int) -> Iterator[str]:
             yield item["question"].strip() + rng.choice(_PROBLEM_ENDINGS)
 
 
-def clean(prompts: Iterable[str], held_out: OverlapIndex) -> list[str]:
-    """Without duplicates, extremes of length, and anything that overlaps an evaluation prompt."""
-    kept: dict[str, str] = {}
-    for text in prompts:
+class Cleaner:
+    """Keeps a prompt once, unless its length is extreme or it overlaps an evaluation prompt."""
+
+    def __init__(self, held_out: OverlapIndex) -> None:
+        self.held_out = held_out
+        self._seen: set[str] = set()
+
+    def keeps(self, text: str) -> bool:
         key = " ".join(text.lower().split())
-        if MIN_CHARS <= len(text) <= MAX_CHARS and key not in kept and not held_out.overlaps(text):
-            kept[key] = text
-    return list(kept.values())
+        if not MIN_CHARS <= len(text) <= MAX_CHARS or key in self._seen or self.held_out.overlaps(text):
+            return False
+        self._seen.add(key)
+        return True
+
+    def kept(self, texts: Iterable[str]) -> list[str]:
+        return [text for text in texts if self.keeps(text)]
 
 
 def save_prompts(prompts: Iterable[str], path: Path) -> None:
@@ -153,7 +161,7 @@ def load_prompts(path: Path) -> list[str]:
     try:
         with lzma.open(path, "rt", encoding="utf-8") as file:
             prompts = [json.loads(line) for line in file]
-    except (lzma.LZMAError, json.JSONDecodeError) as error:
+    except (lzma.LZMAError, EOFError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a prompt file (xz of one JSON string per line): {error}") from error
     if not all(isinstance(text, str) for text in prompts):
         raise ValueError(f"{path}: every line must be a JSON string.")
@@ -163,27 +171,27 @@ def load_prompts(path: Path) -> list[str]:
 class TurnWriter:
     """Requests that let the target write user turns, and what becomes of them."""
 
-    _MARK = "MARK-OF-CONTENT"
-
     def __init__(self, tokenizer: Tokenizer, *, seed: int, max_new: int = 160, temperature: float = 1.0) -> None:
         """Raises ValueError for a chat template that does not show the user's words as they are."""
-        text = tokenizer.render_chat([{"role": "user", "content": self._MARK}])
-        if text.count(self._MARK) != 1:
+        text = tokenizer.render_chat([{"role": "user", "content": _MARK}])
+        if text.count(_MARK) != 1:
             raise ValueError(
                 "the chat template does not repeat the user's words once; turns cannot be written with it."
             )
-        self.header = text.split(self._MARK)[0]
+        self.header = text.split(_MARK)[0]
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
         self.max_new, self.temperature = max_new, temperature
         self._begun: list[tuple[str, str]] = []
+        self._ids: dict[str, list[int]] = {}
 
     def requests(self, count: int) -> Iterator[SampleRequest]:
         for _ in range(count):
             kind, begin = beginning(self.rng)
             self._begun.append((kind, begin))
-            prompt = self.tokenizer.encode(self.header + begin, add_special_tokens=False)
+            if begin not in self._ids:
+                self._ids[begin] = self.tokenizer.encode(self.header + begin, add_special_tokens=False)
             yield SampleRequest(
-                prompt=prompt, max_new=self.max_new, temperature=self.temperature, tag=len(self._begun) - 1
+                prompt=self._ids[begin], max_new=self.max_new, temperature=self.temperature, tag=len(self._begun) - 1
             )
 
     def turn(self, sample: Sample) -> str | None:
@@ -193,14 +201,22 @@ class TurnWriter:
         kind, begin = self._begun[sample.request.tag]
         written = self.tokenizer.decode(sample.tokens[len(sample.request.prompt) : -1])
         text = (begin + written).strip()
-        if "<|" in text or "\ufffd" in text or not text.isprintable() and not text.replace("\n", "").isprintable():
+        if "<|" in text or "\ufffd" in text or not text.replace("\n", "").replace("\t", "").isprintable():
             return None
         if kind == "code" and text.count("```") == 1:
             text += "\n```"
         return text + ending(kind, self.rng)
 
 
-def chat_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The served form of a single user turn: the model's chat template with its default system prompt."""
-    rendered = tokenizer.render_chat([{"role": "user", "content": text}])
-    return tokenizer.encode(rendered, add_special_tokens=False)
+def chat_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The served form of single user turns: the model's chat template with its default system prompt.
+
+    A template that shows the words as they are is rendered once; every other one for each text.
+    """
+    if not texts:
+        return []
+    parts = tokenizer.render_chat([{"role": "user", "content": _MARK}]).split(_MARK)
+    rendered = [parts[0] + text + parts[-1] for text in texts]
+    if len(parts) != 2 or rendered[0] != tokenizer.render_chat([{"role": "user", "content": texts[0]}]):
+        rendered = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
+    return [encoding.ids for encoding in tokenizer.backend.encode_batch(rendered, add_special_tokens=False)]

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ import torch
 
 from engine.tokenizer import Tokenizer
 from engine.training.corpus import Corpus
-from engine.training.overlap import OverlapIndex
-from engine.training.prompts import TurnWriter, chat_prompt, clean
+from engine.training.prompts import TurnWriter, chat_prompts
 from engine.training.sampler import BatchSampler, SampleRequest
 from engine.training.target import FrozenTarget
 
@@ -54,7 +52,7 @@ def write_turns(target: FrozenTarget, tokenizer: Tokenizer, plan: ResponsePlan, 
         min_p=0.02,
     )
     samples = sampler.run(writer.requests(plan.turns), seconds=plan.turn_seconds)
-    return clean((turn for sample in samples if (turn := writer.turn(sample)) is not None), held_out)
+    return cleaner.kept(turn for sample in samples if (turn := writer.turn(sample)) is not None)
 
 
 def write_responses(target: FrozenTarget, tokenizer: Tokenizer, prompts: Sequence[str], plan: ResponsePlan) -> Corpus:
@@ -81,8 +79,9 @@ def _requests(tokenizer: Tokenizer, prompts: Sequence[str], plan: ResponsePlan) 
     rng = random.Random(plan.seed)
     order = list(range(len(prompts)))
     rng.shuffle(order)
+    encoded = chat_prompts(tokenizer, prompts)
     for index in order:
-        ids = chat_prompt(tokenizer, prompts[index])
+        ids = encoded[index]
         heat = 0.0 if rng.random() < plan.greedy_share else rng.uniform(*plan.temperatures)
         if len(ids) <= plan.max_prompt:
             yield SampleRequest(prompt=ids, max_new=plan.max_new, temperature=heat, tag=index)
@@ -92,7 +91,7 @@ def evaluation_corpora(
     model_dir: Path, tokenizer: Tokenizer, sets: dict[str, list[str]], *, max_new: int, temperature: float, device: str
 ) -> dict[str, Corpus]:
     """The target's responses to evaluation prompts, written in float32."""
-    prompts = {name: [chat_prompt(tokenizer, text) for text in texts] for name, texts in sets.items()}
+    prompts = {name: chat_prompts(tokenizer, texts) for name, texts in sets.items()}
     longest = max(len(ids) for texts in prompts.values() for ids in texts) + max_new
     target = FrozenTarget.load(model_dir, num_positions=longest + 1, dtype=torch.float32, device=device)
     slots = max(len(texts) for texts in prompts.values())
@@ -112,8 +111,3 @@ def evaluation_corpora(
 
 def save_texts(texts: Iterable[str], path: Path) -> None:
     path.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
-
-
-def timed(began: float) -> float:
-    """Seconds since `began`, for progress lines."""
-    return round(time.monotonic() - began, 1)

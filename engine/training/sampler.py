@@ -5,8 +5,10 @@ prompts need no pass of their own and a free slot takes the next request at once
 captured graph, and the host looks at the slots only every few steps. Shapes: B slots, T positions, V vocabulary.
 """
 
+import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -78,22 +80,28 @@ class BatchSampler:
         """
         source = iter(requests)
         slots: list[SampleRequest | None] = [None] * len(self.done_B)
+        ready = deque(itertools.islice(source, len(slots)))
+        finished: list[Sample] = []
         stop_at = math.inf if seconds is None else time.monotonic() + seconds
         while time.monotonic() < stop_at:
             free = [slot for slot, request in enumerate(slots) if request is None]
-            self._admit(free, source, slots)
+            self._admit(free, ready, slots)
             if all(request is None for request in slots):
-                return
+                break
             for _ in range(self.steps_per_look):
                 self._step_once()
-            yield from self._harvest(slots)
+            # The device is busy from here on: the caller's work on samples and the next requests' making cost no time.
+            yield from finished
+            ready.extend(itertools.islice(source, max(0, len(slots) // 2 - len(ready))))
+            finished = self._harvest(slots)
+        yield from finished
 
-    def _admit(self, free: list[int], source: Iterator[SampleRequest], slots: list[SampleRequest | None]) -> None:
+    def _admit(self, free: list[int], ready: deque[SampleRequest], slots: list[SampleRequest | None]) -> None:
         taken: list[int] = []
         for slot in free:
-            request = next(source, None)
-            if request is None:
+            if not ready:
                 break
+            request = ready.popleft()
             if not 0 < len(request.prompt) < self.max_len or request.max_new < 1:
                 raise ValueError(
                     f"a prompt of {len(request.prompt)} tokens and max_new={request.max_new} need 1 <= prompt < "

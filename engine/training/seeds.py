@@ -6,10 +6,48 @@ ask for, hardly come up at all. All of them were written for this project.
 
 import random
 
-_NAMES = (
-    "Amir Bella Carlos Dina Elif Farah Grace Hugo Ines Jonas Kira Leo Mara Nils Olga Pedro Quinn Rosa Sami Tara Uma "
-    "Viktor Wen Yara Zoe Anna Ben Clara David Emma Finn Hanna Ivan Julia Karl Lena Max Nora Oscar Paul"
-).split()
+_NAMES = [
+    "Amir",
+    "Bella",
+    "Carlos",
+    "Dina",
+    "Elif",
+    "Farah",
+    "Grace",
+    "Hugo",
+    "Ines",
+    "Jonas",
+    "Kira",
+    "Leo",
+    "Mara",
+    "Nils",
+    "Olga",
+    "Pedro",
+    "Quinn",
+    "Rosa",
+    "Sami",
+    "Tara",
+    "Uma",
+    "Viktor",
+    "Wen",
+    "Yara",
+    "Zoe",
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Finn",
+    "Hanna",
+    "Ivan",
+    "Julia",
+    "Karl",
+    "Lena",
+    "Max",
+    "Nora",
+    "Oscar",
+    "Paul",
+]
 
 _MATHS = (
     "{name} has",

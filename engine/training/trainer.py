@@ -52,6 +52,7 @@ class Trainer:
         self.directory, self.raw_config, self.held_out = directory, raw_config, held_out
         self.optimizer = Optimizer(arena, kind=recipe.optimizer, weight_decay=recipe.weight_decay)
         self.decay_J = position_weights(program.block_size - 1, recipe.gamma, ranks.device)
+        self.decay_sum = float(self.decay_J.sum())
         self.step, self.total_steps, self.seconds_before = 0, recipe.steps, 0.0
         self._sums = torch.zeros(len(_SUMS), device=ranks.device)
         directory.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,7 @@ class Trainer:
         hidden = program.hidden(rows, program.taps(rows), anchors)[:, :, 1:]
         leaf = hidden.detach()
         gradient = torch.empty_like(leaf)
-        scale = 1.0 / (used.numel() * float(self.decay_J.sum()))
+        scale = 1.0 / (used.numel() * self.decay_sum)
         sums = self._sums
         for row in range(leaf.shape[0]):
             out = program.loss(
