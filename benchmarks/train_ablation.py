@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument(
         "--init", required=True, help="names the drafter's shape, and the weights unless a variant does"
     )
+    parser.add_argument("--recipe", type=json.loads, default={}, help="JSON of recipe fields that all variants share")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
@@ -40,6 +41,7 @@ def main() -> None:
     base: dict[str, Any] = {"steps": arguments.steps, "score_every": 10**9, "save_seconds": 1e9}
     if arguments.device == "cpu":
         base |= {"backend": "dense", "compile_model": False}
+    base |= arguments.recipe
     recipe = TrainRecipe(**base)
     corpus = Corpus.load(sorted(job.work_dir.glob("corpus-*.npz")))
     train, dev = pipeline.split_corpus(corpus, recipe.row_len)

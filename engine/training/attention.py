@@ -1,7 +1,7 @@
 """Attention over packed rows: the frozen target's, and the drafter's blocks over their contexts.
 
-A row of S tokens holds several documents one after another. Shapes: R rows, S tokens of a row, A anchors of a row, W block
-width, Q = A * W block rows, h query heads, g KV heads, D head size.
+A row of S tokens holds several documents one after another. Shapes: R rows, S tokens of a row, A anchors of a row,
+W block width, Q = A * W block rows, h query heads, g KV heads, D head size.
 
 Two forms of every mask: "dense", a boolean tensor for SDPA (any device, small sizes), and "flex", a BlockMask for
 flex_attention, whose tiles are counted directly from the document starts and the sorted anchors: evaluating the mask

@@ -1,6 +1,6 @@
 """Attention of one new token per sequence over a contiguous cache, for generating training responses.
 
-On CUDA a Triton kernel that reads each sequence's own length from the device (so one captured graph serves all lengths);
+On CUDA a Triton kernel that reads each sequence's own length from the device, so a captured graph serves all lengths;
 elsewhere SDPA under a mask. Shapes: B sequences, h query heads, g KV heads, T cache length, D head size.
 """
 
@@ -43,7 +43,7 @@ def kernel_attention(q_BhD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, length_B: Te
     g, T = k_BgTD.shape[1], k_BgTD.shape[2]
     if D & (D - 1):
         raise ValueError(f"head_dim={D}: generating on CUDA needs a power of two.")
-    assert q_BhD.is_contiguous() and k_BgTD.is_contiguous() and v_BgTD.is_contiguous()
+    assert all(t.is_contiguous() for t in (q_BhD, k_BgTD, v_BgTD))
     out = torch.empty_like(q_BhD)
     group = h // g
     _decode_kernel[(B, g)](

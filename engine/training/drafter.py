@@ -1,7 +1,7 @@
 """The drafter as a trainable module. Its parameters bear z-lab's names, so its state dict is the checkpoint.
 
-Master weights are float32; products run in the dtype of the block's embeddings. Shapes: R rows, S context tokens, Q block
-rows (anchors * W), X = number of taps * target's H, H hidden, h query heads, g KV heads, D head size.
+Master weights are float32; products run in the dtype of the block's embeddings. Shapes: R rows, S context tokens,
+Q block rows (anchors * W), X = number of taps * target's H, H hidden, h query heads, g KV heads, D head size.
 """
 
 import torch
@@ -15,7 +15,7 @@ from engine.training.target import FrozenTarget
 
 
 class TrainableDrafter(nn.Module):
-    """DFlash (arXiv 2602.06036): hidden_norm(fc(taps)) feeds every layer's K and V; blocks are filled without causality."""
+    """DFlash (arXiv 2602.06036): hidden_norm(fc(taps)) feeds every layer's K and V; blocks are not causal."""
 
     def __init__(self, config: DrafterConfig, *, num_positions: int, device: str) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Cross-entropy of draft blocks with position weights, without ever holding all logits.
 
-The gradient with respect to the hidden states is computed together with the loss, chunk by chunk, so a chunk's logits die
-before the next chunk's are made. Shapes: A blocks of the chunk, J = W - 1 predicted slots, H hidden, V vocabulary.
+The gradient with respect to the hidden states is computed together with the loss, chunk by chunk, so a chunk's logits
+die before the next chunk's are made. Shapes: A blocks of the chunk, J = W - 1 predicted slots, H hidden, V vocabulary.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Parameters in one flat buffer, and the two optimisers that step over it.
 
-All matrices of one shape lie side by side, so Muon's iterations run on a batch of them and a data-parallel all-reduce is
-one call. Muon: momentum, then the nearest orthogonal matrix by a quintic Newton-Schulz iteration (K. Jordan et al., 2024),
-scaled so that a step's root mean square is 0.2 * learning rate as AdamW's is (J. Liu et al., arXiv 2502.16982). Vectors
-always take AdamW without decay.
+All matrices of one shape lie side by side, so Muon's iterations run on a batch of them and a data-parallel all-reduce
+is one call. Muon: momentum, then the nearest orthogonal matrix by a quintic Newton-Schulz iteration (K. Jordan et al.,
+2024), scaled so that a step's root mean square is 0.2 * learning rate, about AdamW's (J. Liu et al., arXiv 2502.16982).
+Vectors always take AdamW without decay.
 """
 
 from dataclasses import dataclass
@@ -116,7 +116,8 @@ class Optimizer:
         if state["kind"] != self.kind:
             raise ValueError(f"the checkpoint was written by optimizer '{state['kind']}', not '{self.kind}'.")
         steps, first, second = state["steps"], state["first_moment"], state["second_moment"]
-        assert isinstance(steps, int) and isinstance(first, Tensor) and isinstance(second, Tensor)
+        assert isinstance(steps, int)
+        assert isinstance(first, Tensor) and isinstance(second, Tensor)  # noqa: PT018
         self.steps = steps
         self.first_moment.copy_(first)
         self.second_moment.copy_(second)

@@ -10,8 +10,8 @@ _WORD = re.compile(r"[a-z0-9]+")
 class OverlapIndex:
     """Runs of `size` words of the evaluation prompts.
 
-    A run found in `shared_by` or more of them is their common instruction ("Please reason step by step ..."), which says
-    nothing about any one of them, and is not counted.
+    A run found in `shared_by` or more of them is their common instruction ("Please reason step by step ..."), which
+    says nothing about any one of them, and is not counted.
     """
 
     def __init__(self, held_out: Iterable[str], *, size: int = 8, shared_by: int = 3) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from engine.tokenizer import Tokenizer
 from engine.training.corpus import Corpus
-from engine.training.prompts import TurnWriter, chat_prompts
+from engine.training.prompts import Cleaner, TurnWriter, chat_prompts
 from engine.training.sampler import BatchSampler, SampleRequest
 from engine.training.target import FrozenTarget
 
@@ -40,8 +40,8 @@ class ResponsePlan:
             raise ValueError("turns must be at least 0; slots, max_new and max_prompt at least 1.")
 
 
-def write_turns(target: FrozenTarget, tokenizer: Tokenizer, plan: ResponsePlan, held_out: OverlapIndex) -> list[str]:
-    """User turns in the target's own words, cleaned of duplicates and of anything close to an evaluation prompt."""
+def write_turns(target: FrozenTarget, tokenizer: Tokenizer, plan: ResponsePlan, cleaner: Cleaner) -> list[str]:
+    """User turns in the target's own words, those that the cleaner keeps."""
     writer = TurnWriter(tokenizer, seed=plan.seed)
     sampler = BatchSampler(
         target,

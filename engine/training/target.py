@@ -79,7 +79,10 @@ class FrozenTarget(nn.Module):
             return attend(q, k, v, mask).transpose(1, 2)
 
         found = []
-        for index, layer in enumerate(self.layers[: max(tap_layers) + 1]):
+        last = max(tap_layers)
+        for index, layer in enumerate(self.layers):
+            if index > last:
+                break
             assert isinstance(layer, _Layer)
             x = layer.forward(x, cos, sin, mix)
             if index in tap_layers:
