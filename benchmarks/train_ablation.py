@@ -2,8 +2,8 @@
 
     python benchmarks/train_ablation.py --model DIR --work-dir DIR --variants variants.json --steps 300
 
-variants.json: {"name": {"init": "target", "learning_rate": 0.001, ...}, ...}, fields of the recipe and init. Results go to
-WORK_DIR/ablation/results.jsonl: acceptance length of the development documents, which no run trains on.
+variants.json: {"name": {"init": "target", "learning_rate": 0.001, ...}, ...}, fields of the recipe and init. Results go
+to WORK_DIR/ablation/results.jsonl: acceptance length of the development documents, which no run trains on.
 """
 
 import argparse
@@ -25,9 +25,7 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--variants", type=Path, required=True)
     parser.add_argument("--only", default="", help="comma-separated names; all by default")
-    parser.add_argument(
-        "--init", required=True, help="names the drafter's shape, and the weights unless a variant does"
-    )
+    parser.add_argument("--init", required=True, help="gives the drafter's shape, and weights unless a variant does")
     parser.add_argument("--recipe", type=json.loads, default={}, help="JSON of recipe fields that all variants share")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda")

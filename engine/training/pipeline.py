@@ -41,8 +41,8 @@ class TrainJob:
     """model_dir: the target. init: "target", "random", or a z-lab drafter to go on from (whose shape is then taken).
 
     held_out_file: JSON object of set name -> prompts that never enter training and are scored.
-    num_layers, block_size, mask_token_id, target_layer_ids: the drafter's shape unless init names one; taps None: DFlash's
-    even choice, as many as layers.
+    num_layers, block_size, mask_token_id, target_layer_ids: the drafter's shape unless init names one; taps None:
+    DFlash's even choice, as many as layers.
     """
 
     model_dir: Path
@@ -84,8 +84,8 @@ class TrainJob:
             return raw
         if self.mask_token_id is None:
             raise ValueError(
-                "mask_token_id is needed for a new drafter: an id of the target's vocabulary that no text contains, such "
-                "as an unused special token."
+                "mask_token_id is needed for a new drafter: an id of the target's vocabulary that no text contains, "
+                "such as an unused special token."
             )
         target = parse_target_config(self.model_dir)
         return drafter_config(
@@ -112,7 +112,7 @@ def write_prompt_file(job: TrainJob, *, problems: int, seed: int) -> int:
 
 
 def write_corpus(job: TrainJob, plan: ResponsePlan, ranks: Ranks) -> dict[str, float]:
-    """Stage 2, on every rank: the target writes its share of user turns, and responses to them and to the prompt file."""
+    """Stage 2, on every rank: the target writes user turns, and responses to them and to its share of the file."""
     began = time.monotonic()
     tokenizer = Tokenizer.load(job.model_dir)
     longest = max(256, plan.max_prompt + plan.max_new) + 1

@@ -18,8 +18,11 @@ from engine.training.target import FrozenTarget
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Draft blocks of a batch. anchor_RA ascends, unused ones (used_RA false) last at 0. label_RAJ: the tokens after the
-    anchor; valid_RAJ: they exist and belong to the anchor's document."""
+    """Draft blocks of a batch.
+
+    anchor_RA ascends, unused ones (used_RA false) come last at 0. label_RAJ: the tokens after the anchor; valid_RAJ:
+    they exist and belong to the anchor's document.
+    """
 
     anchor_RA: Tensor
     used_RA: Tensor

@@ -1,4 +1,4 @@
-"""User turns to train on: functions described by their docstrings, generated word problems, turns the target writes itself.
+"""User turns to train on: functions described by their docstrings, word problems, turns the target writes itself.
 
 Docstrings are read from Python sources installed on this machine and used as prompts only. Word problems come from the
 package `reasoning-gym`. What the target writes follows from `seeds.py`.

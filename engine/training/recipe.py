@@ -9,7 +9,7 @@ from engine.training.optimizer import OptimizerKind
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """row_len, rows_per_step (per rank), anchors_per_row: a step holds rows * anchors * block_size block tokens per rank.
+    """row_len, rows_per_step, anchors_per_row: a step holds rows * anchors * block_size block tokens on each rank.
 
     steps, or minutes: the length; with minutes the number of steps follows from the speed of the first ones.
     gamma: slots weigh exp(-j / gamma). acceptance_share: 0 .. 1, see `loss.acceptance_weights`.

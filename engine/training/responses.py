@@ -19,8 +19,9 @@ MIN_RESPONSE = 8  # shorter responses have no block worth training on
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsePlan:
-    """turns: user turns for the target to write (before filtering). greedy_share: of the responses; the others' temperatures
-    are uniform in `temperatures`. seconds: limits of the two stages, None for none. Lengths in tokens."""
+    """turns: user turns for the target to write, before filtering. greedy_share: of the responses; the temperatures of
+    the others are uniform in `temperatures`. turn_seconds, response_seconds: limits, None for none. Lengths in tokens.
+    """
 
     turns: int
     greedy_share: float = 0.7

@@ -1,8 +1,8 @@
 """Writes the target's responses to many prompts at once.
 
 Every slot of a fixed batch feeds one token a step: a prompt token while there are any, else the token it drew last, so
-prompts need no pass of their own and a free slot takes the next request at once. A step has fixed shapes; on CUDA it is one
-captured graph, and the host looks at the slots only every few steps. Shapes: B slots, T positions, V vocabulary.
+prompts need no pass of their own and a free slot takes the next request at once. A step has fixed shapes; on CUDA it is
+one captured graph, and the host looks at the slots only every few steps. Shapes: B slots, T positions, V vocabulary.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class Sample:
 
 
 class BatchSampler:
-    """A batch of slots over one cache. min_p: tokens below min_p times the most likely one's probability are not drawn."""
+    """A batch of slots over one cache. min_p: tokens less likely than min_p times the likeliest are not drawn."""
 
     def __init__(
         self,

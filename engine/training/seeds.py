@@ -1,7 +1,7 @@
 """First words of user turns. The target is given the chat format and such a beginning, and writes the rest of the turn.
 
-Without a beginning a small model writes the same few kinds of request over and over; word problems and code, which users
-ask for, hardly come up at all. All of them were written for this project.
+Without a beginning a small model writes the same few kinds of request over and over; word problems and code, which
+users ask for, hardly come up at all. All of them were written for this project.
 """
 
 import random
@@ -119,7 +119,8 @@ _CODE = (
     "Complete the function below.\n```python\ndef ",
     "Write the body of this function.\n```python\ndef ",
     "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef ",
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\nfrom typing import List\n\n\ndef ",
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
+    "from typing import List\n\n\ndef ",
     "Here is a signature with its description. Implement it.\n```python\ndef ",
 )
 _OTHER = (

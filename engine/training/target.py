@@ -1,8 +1,8 @@
-"""The frozen target for training: packed rows in one pass (taps), and one token per sequence over a cache (responses).
+"""The frozen target for training: packed rows in one pass (taps), one token per sequence over a cache (responses).
 
-The serving model works on a paged cache and flattened rows; here whole documents are known, so attention runs over packed
-rows. Both read the same checkpoint. Shapes: R rows, S tokens of a row, B sequences, H hidden, V vocabulary, T cache length,
-h query heads, g KV heads, D head size, X = number of taps * H.
+The serving model works on a paged cache and flattened rows; here whole documents are known, so attention runs over
+packed rows. Both read the same checkpoint. Shapes: R rows, S tokens of a row, B sequences, H hidden, V vocabulary,
+T cache length, h query heads, g KV heads, D head size, X = number of taps * H.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The training loop: steps, log, scores, checkpoints, resume.
 
-Every random choice of a step follows from (seed, step, rank) alone, so a resumed run repeats what an uninterrupted one does.
+Every random choice of a step follows from (seed, step, rank) alone, so a resumed run repeats an uninterrupted one.
 """
 
 import json
@@ -27,7 +27,7 @@ _SUMS = ("loss", "weight", "hits", "first_hits", "blocks", "gradient_norm")
 class Trainer:
     """Fits the program's drafter to packed rows.
 
-    arena must have been made of the drafter before anything compiled it. directory: rank 0 writes state, drafter and log.
+    arena must have been made of the drafter before anything compiled it. directory: rank 0 writes state, drafter, log.
     held_out: scored by rank 0 every `score_every` steps and at the end.
     """
 
@@ -45,8 +45,8 @@ class Trainer:
     ) -> None:
         if len(rows) < recipe.rows_per_step * ranks.size:
             raise ValueError(
-                f"{len(rows)} rows of {recipe.row_len} tokens are fewer than the {recipe.rows_per_step * ranks.size} of "
-                "a step; generate more responses or lower rows_per_step."
+                f"{len(rows)} rows of {recipe.row_len} tokens are fewer than the {recipe.rows_per_step * ranks.size} "
+                "of a step; generate more responses or lower rows_per_step."
             )
         self.program, self.arena, self.rows, self.recipe, self.ranks = program, arena, rows, recipe, ranks
         self.directory, self.raw_config, self.held_out = directory, raw_config, held_out

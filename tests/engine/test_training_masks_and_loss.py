@@ -1,4 +1,4 @@
-"""Laws: training's masks equal brute force in both forms, the chunked loss equals a naive loop, Muon's step is orthogonal."""
+"""Laws: training's masks equal brute force in both forms, the loss equals a naive loop, optimisers do what they say."""
 
 import math
 
@@ -108,7 +108,8 @@ def test_loss_equals_naive_loop(share: float) -> None:
             assert abs(float(out.weight_AJ[block, j]) - weight) < 1e-4
             total = total + weight * -F.log_softmax(head @ hidden[block, j], dim=0)[label[block, j]]
     total.backward()
-    assert hidden.grad is not None and (out.grad_AJH - hidden.grad).abs().max() < 1e-4
+    assert hidden.grad is not None
+    assert (out.grad_AJH - hidden.grad).abs().max() < 1e-4
     top = (hidden.detach() @ head.T).argmax(-1)
     assert torch.equal(out.hit_AJ, (top == label) & valid)
 
