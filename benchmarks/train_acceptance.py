@@ -3,9 +3,10 @@ drafter of tests/reference drafts from them.
 
     python benchmarks/train_acceptance.py --model DIR --drafter DIR --drafter DIR --prompts FILE --num-prompts 10
 
-Verification with exact match never changes the text, so a prompt's text is written once (float32; greedy, or sampled) and
-each drafter is walked over it: from an anchor, draft 15 tokens, count those that equal the text, go that many and one on.
-`--check N` also runs the loop that verifies step by step on the first N prompts of each set and compares the counts.
+Verification with exact match never changes the text, so a prompt's text is written once (float32; greedy, or sampled)
+and each drafter is walked over it: from an anchor, draft 15 tokens, count those that equal the text, go that many and one
+on. `--check N` also runs the loop that verifies step by step on the first N prompts of each set and compares the counts
+of all steps but the last, where that loop may look past the end.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main() -> None:
             for prompt, text in zip(prompts, texts, strict=True):
                 taps = run_target(target, text, next(iter(drafters.values())).target_layer_ids)[1]
                 for path, drafter in drafters.items():
-                    accepted[path].append(walk(target, drafter, text, len(prompt), taps))
+                    accepted[path].append(walk(target, drafter, text, len(prompt), taps, arguments.max_new))
         for path, counts in accepted.items():
             print(json.dumps({"set": name, "drafter": path} | summary(counts)), flush=True)
         for path, drafter in drafters.items():
@@ -58,7 +59,7 @@ def main() -> None:
                     draft_len=15,
                     stop_ids=(tokenizer.eos_token_id,),
                 )
-                same = loop.accepted == counts
+                same = loop.accepted[: len(counts) - 1] == counts[:-1]
                 print(json.dumps({"set": name, "drafter": path, "loop_equal": same, "steps": len(counts)}), flush=True)
 
 
@@ -85,7 +86,7 @@ def write(target: nn.Module, prompts: list[list[int]], max_new: int, temperature
 
 
 def walk(
-    target: nn.Module, drafter: ReferenceDrafter, text: list[int], prompt_len: int, taps: torch.Tensor
+    target: nn.Module, drafter: ReferenceDrafter, text: list[int], prompt_len: int, taps: torch.Tensor, max_new: int
 ) -> list[int]:
     """Accepted drafts of every step over a known text."""
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()  # type: ignore[operator]
@@ -93,10 +94,11 @@ def walk(
     W, at, counts = drafter.block_size, prompt_len, []
     while at < len(text) - 1:
         block = torch.tensor([text[at], *[drafter.mask_token_id] * (W - 1)])
-        # One draft fewer than what is left: the last token of a text is always the target's own or a verified end.
         drafts = head(drafter.block(embed(block), context[:at], at)[1:]).argmax(-1).tolist()
+        # The last token that may still be emitted is always the target's own, so it is not drafted.
+        most = min(W - 1, max_new - (at - prompt_len + 1) - 1, len(text) - 1 - at)
         right = 0
-        while right < W - 1 and at + 1 + right < len(text) and drafts[right] == text[at + 1 + right]:
+        while right < most and drafts[right] == text[at + 1 + right]:
             right += 1
         counts.append(right)
         at += right + 1
