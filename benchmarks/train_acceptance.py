@@ -4,9 +4,9 @@ drafter of tests/reference drafts from them.
     python benchmarks/train_acceptance.py --model DIR --drafter DIR --drafter DIR --prompts FILE --num-prompts 10
 
 Verification with exact match never changes the text, so a prompt's text is written once (float32; greedy, or sampled)
-and each drafter is walked over it: from an anchor, draft 15 tokens, count those that equal the text, go that many and one
-on. `--check N` also runs the loop that verifies step by step on the first N prompts of each set and compares the counts
-of all steps but the last, where that loop may look past the end.
+and each drafter is walked over it: from an anchor, draft 15 tokens, count those that equal the text, go that many and
+one on. `--check N` also runs the loop that verifies step by step on the first N prompts of each set and compares the
+counts of all steps but the last, where that loop may look past the end.
 """
 
 import argparse

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from engine.config.model import DrafterConfig, TargetConfig
 from engine.layers.rotary import RotaryTable
 from engine.training.attention import Mask, attend
-from engine.training.target import FrozenTarget
+from engine.training.target import FrozenTarget, TargetLayer
 
 
 class TrainableDrafter(nn.Module):
@@ -69,6 +69,8 @@ class TrainableDrafter(nn.Module):
         first = target.config.num_layers - c.num_layers
         sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
         for mine, theirs in zip(self.layers, target.layers[first:], strict=True):
+            assert isinstance(mine, _Layer)
+            assert isinstance(theirs, TargetLayer)
             attention = mine.self_attn
             mine.input_layernorm.weight.copy_(theirs.input_norm)
             mine.post_attention_layernorm.weight.copy_(theirs.post_norm)

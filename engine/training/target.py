@@ -45,7 +45,7 @@ class FrozenTarget(nn.Module):
         self.rotary = RotaryTable(
             config.rope, head_dim=config.head_dim, num_positions=num_positions, dtype=dtype, device=device
         )
-        self.layers = nn.ModuleList(_Layer(config, dtype, device) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(TargetLayer(config, dtype, device) for _ in range(config.num_layers))
 
     @classmethod
     def load(cls, directory: str | Path, *, num_positions: int, dtype: torch.dtype, device: str) -> "FrozenTarget":
@@ -64,7 +64,7 @@ class FrozenTarget(nn.Module):
         if not config.tie_word_embeddings:
             _fill(model.head, weights, "lm_head.weight")
         for index, layer in enumerate(model.layers):
-            assert isinstance(layer, _Layer)
+            assert isinstance(layer, TargetLayer)
             layer.fill(weights, f"model.layers.{index}.")
         return model
 
@@ -83,7 +83,7 @@ class FrozenTarget(nn.Module):
         for index, layer in enumerate(self.layers):
             if index > last:
                 break
-            assert isinstance(layer, _Layer)
+            assert isinstance(layer, TargetLayer)
             x = layer.forward(x, cos, sin, mix)
             if index in tap_layers:
                 found.append(x)
@@ -109,7 +109,7 @@ class FrozenTarget(nn.Module):
         row_B = torch.arange(ids_B.shape[0], device=ids_B.device)
         length_B = position_B + 1
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, _Layer)
+            assert isinstance(layer, TargetLayer)
             k_cache, v_cache = cache.k[index], cache.v[index]
 
             def mix(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache) -> Tensor:
@@ -124,7 +124,9 @@ class FrozenTarget(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.norm, self.config.rms_norm_eps)
 
 
-class _Layer(nn.Module):
+class TargetLayer(nn.Module):
+    """One decoder layer; q, k, v and gate, up are one product each."""
+
     def __init__(self, config: TargetConfig, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.config = config
