@@ -117,7 +117,7 @@ class Optimizer:
             raise ValueError(f"the checkpoint was written by optimizer '{state['kind']}', not '{self.kind}'.")
         steps, first, second = state["steps"], state["first_moment"], state["second_moment"]
         assert isinstance(steps, int)
-        assert isinstance(first, Tensor) and isinstance(second, Tensor)  # noqa: PT018
+        assert isinstance(first, Tensor) and isinstance(second, Tensor)
         self.steps = steps
         self.first_moment.copy_(first)
         self.second_moment.copy_(second)
