@@ -1,4 +1,4 @@
-"""The `dflash` command: `serve`, `chat`, `bench`, `config`."""
+"""The `dflash` command: `serve`, `chat`, `bench`, `config`, `train`, `eval-drafter`."""
 
 import typer
 
@@ -6,6 +6,7 @@ from cluster.cli.bench import bench
 from cluster.cli.chat import chat
 from cluster.cli.config_command import config
 from cluster.cli.serve import serve
+from cluster.cli.train import eval_drafter, train
 
 app = typer.Typer(
     name="dflash",
@@ -18,6 +19,8 @@ app.command()(serve)
 app.command()(chat)
 app.command()(bench)
 app.add_typer(config, name="config")
+app.command()(train)
+app.command("eval-drafter")(eval_drafter)
 
 if __name__ == "__main__":
     app()

@@ -1,7 +1,6 @@
 """What `LLM.generate` takes as a prompt, and that everything else is a ValueError which leaves the engine working."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
