@@ -1,20 +1,25 @@
 """A Ray cluster of this command's own, started on this machine and ended with it, and the port check before that."""
 
+import concurrent.futures
 import contextlib
 import errno
 import logging
 import os
 import signal
 import socket
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cluster.cli.console import stderr
+from engine.parallel.process_identity import ProcessIdentity
 
 # Serve moves requests and answers through actor calls; its object store needs no more than Ray's minimum and some room.
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _REAP_S = 1.0
+_GRACE_S = 1.0
 
 
 def available_cpus() -> int:
@@ -49,10 +54,8 @@ def check_port_free(host: str, port: int) -> None:
 
 def start(*, num_cpus: int, dashboard: bool, verbose: bool) -> None:
     """Start a Ray cluster on this machine and connect to it. Its processes die with this one, however it dies."""
-    import ray
-
     # `local` never joins a cluster that happens to run here, whatever RAY_ADDRESS says.
-    ray.init(
+    _init(
         address="local",
         num_cpus=num_cpus,
         include_dashboard=dashboard,
@@ -68,12 +71,36 @@ def connect(address: str, *, verbose: bool) -> None:
     Raises:
         ValueError: there is none at the address.
     """
-    import ray
-
     try:
-        ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
+        _init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         raise ValueError(f"--address: cannot connect to Ray at {address!r}: {error}") from error
+
+
+def _init(**options: Any) -> None:
+    """`ray.init` in a thread of its own, to its end even if a signal handler raises in the meantime.
+
+    In the main thread it would put its own handler on SIGTERM, which leaves processes of a cluster half started; and an
+    exception that breaks into it crashes the interpreter later. The thread lives as long as this process: Ray's
+    processes ask the kernel to end them with their parent, which to the kernel is the thread that started them.
+    """
+    import ray
+
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(ray.init(**options))
+        except BaseException as error:
+            outcome.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-parent", daemon=True).start()
+    try:
+        outcome.result()
+    except BaseException:
+        concurrent.futures.wait([outcome])
+        raise
 
 
 def serve_runs() -> bool:
@@ -85,6 +112,28 @@ def serve_runs() -> bool:
     except ValueError:
         return False
     return True
+
+
+def shutdown() -> None:
+    """`ray.shutdown` of a cluster that `start` made, and the end of what that leaves.
+
+    Ray's per-node agents end with their node only once they have found it, which takes them a minute when it is gone
+    before they were up.
+    """
+    import ray
+
+    ours: list[ProcessIdentity] = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            ours.append(ProcessIdentity.of(pid))
+    ray.shutdown()
+    deadline_s = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline_s and any(identity.is_alive() for identity in ours):
+        time.sleep(0.05)
+    for identity in ours:
+        if identity.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(identity.pid, signal.SIGKILL)
 
 
 def end_at_once() -> NoReturn:

@@ -106,7 +106,6 @@ class _Server:
             fail(f"the server cannot start: {failure}", status=FAILED)
 
     def _handle_signals(self) -> None:
-        """Called again once Ray is up: it puts a handler of its own on SIGTERM, which aborts the process."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
@@ -124,7 +123,6 @@ class _Server:
                 local_ray.start(num_cpus=local_ray.available_cpus(), dashboard=self._dashboard, verbose=self._verbose)
             else:
                 local_ray.connect(self._address, verbose=self._verbose)
-            self._handle_signals()
         with self._stage("starting Ray Serve"):
             self._start_serve()
         with self._stage("starting the engine") as status:
@@ -223,7 +221,10 @@ class _Server:
         worker.join(timeout=DRAIN_LIMIT_S if graceful else DRAIN_LIMIT_S / 4)
         if worker.is_alive() and graceful:
             self._console.print("some requests did not end in time and were cut off", style="yellow")
-        ray.shutdown()
+        if self._ray_started:
+            local_ray.shutdown()
+        else:
+            ray.shutdown()
         last_resort.cancel()
         self._console.print("stopped")
 

@@ -63,7 +63,9 @@ def test_a_failing_constructor_ends_the_wait_with_its_cause(ray_serve: int) -> N
 
 def test_nothing_outlives_a_hard_end(repo_root: Path) -> None:
     script = (
-        "import os; from cluster.cli import local_ray; local_ray.start(num_cpus=1, dashboard=False, verbose=False);"
+        "import os, time; from cluster.cli import local_ray;"
+        "local_ray.start(num_cpus=1, dashboard=False, verbose=False);"
+        "import ray; time.sleep(1); assert ray.nodes()[0]['Alive'];"  # it stays once it has started
         "print(*local_ray.descendants(os.getpid()), flush=True); local_ray.end_at_once()"
     )
     child = subprocess.run(
@@ -81,6 +83,42 @@ def test_nothing_outlives_a_hard_end(repo_root: Path) -> None:
         assert time.monotonic() < deadline_s, alive
         time.sleep(0.1)
     assert not started & set(descendants(os.getpid()))
+
+
+def test_a_signal_while_ray_starts_leaves_nothing(repo_root: Path) -> None:
+    script = """
+import os, signal, threading
+from cluster.cli import local_ray
+
+class Stop(BaseException):
+    pass
+
+def on_signal(number, frame):
+    raise Stop
+
+signal.signal(signal.SIGTERM, on_signal)
+import ray  # seconds; the signal is to arrive after it
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+try:
+    local_ray.start(num_cpus=1, dashboard=False, verbose=False)
+except Stop:
+    print(*local_ray.descendants(os.getpid()), flush=True)
+    local_ray.shutdown()
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(repo_root)},
+    )
+    assert child.returncode == 0, child.stderr
+    started = {int(pid) for pid in child.stdout.split()}
+    assert started
+    deadline_s = time.monotonic() + 20
+    while alive := {pid for pid in started if _runs(pid)}:
+        assert time.monotonic() < deadline_s, alive
+        time.sleep(0.1)
 
 
 def _runs(pid: int) -> bool:
