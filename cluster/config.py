@@ -147,6 +147,8 @@ def load_config(path: str | Path) -> ClusterConfig:
         raise ConfigError(str(path), [f"{where}not valid YAML: {error.problem}"]) from error
     except yaml.YAMLError as error:
         raise ConfigError(str(path), [f"not valid YAML: {error}"]) from error
+    except RecursionError as error:
+        raise ConfigError(str(path), ["not valid YAML: nested too deeply"]) from error
     return parse_config(data, base_dir=path.parent, where=str(path))
 
 

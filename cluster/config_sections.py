@@ -43,7 +43,7 @@ ByteCount = Annotated[int, BeforeValidator(parse_size)]
 class Section(BaseModel):
     """Base of every section: unknown keys and wrong types are errors, and nothing writes to a loaded config."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):

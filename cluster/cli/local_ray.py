@@ -1,13 +1,15 @@
 """A Ray cluster of this command's own, started on this machine and ended with it, and the port check before that."""
 
+import concurrent.futures
 import contextlib
 import errno
 import logging
 import os
 import signal
 import socket
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,12 +81,26 @@ def _init(**options: Any) -> None:
     """`ray.init` in a thread of its own, to its end even if a signal handler raises in the meantime.
 
     In the main thread it would put its own handler on SIGTERM, which leaves processes of a cluster half started; and an
-    exception that breaks into it crashes the interpreter later.
+    exception that breaks into it crashes the interpreter later. The thread lives as long as this process: Ray's
+    processes ask the kernel to end them with their parent, which to the kernel is the thread that started them.
     """
     import ray
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(ray.init, **options).result()
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(ray.init(**options))
+        except BaseException as error:
+            outcome.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-parent", daemon=True).start()
+    try:
+        outcome.result()
+    except BaseException:
+        concurrent.futures.wait([outcome])
+        raise
 
 
 def serve_runs() -> bool:

@@ -56,10 +56,18 @@ def checkpoint_identity(directory: Path) -> str:
 
 
 def _header(path: Path) -> bytes:
+    """The JSON in front of a file's tensors, checked to describe exactly what follows it."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file")
     with path.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         header = stream.read(length) if 0 < length <= _MAX_HEADER_BYTES else b""
-    if not header.startswith(b"{") or len(header) != length:
-        raise ValueError(f"{path} is not a safetensors file, or it is cut short")
+    try:
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        data_len = max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except (ValueError, AttributeError, TypeError, LookupError):
+        data_len = -1
+    if len(header) != length or path.stat().st_size != 8 + length + data_len:
+        raise ValueError(f"{path} is not a safetensors file, or it is cut short; fetch it again")
     return header

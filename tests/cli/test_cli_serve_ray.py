@@ -63,7 +63,9 @@ def test_a_failing_constructor_ends_the_wait_with_its_cause(ray_serve: int) -> N
 
 def test_nothing_outlives_a_hard_end(repo_root: Path) -> None:
     script = (
-        "import os; from cluster.cli import local_ray; local_ray.start(num_cpus=1, dashboard=False, verbose=False);"
+        "import os, time; from cluster.cli import local_ray;"
+        "local_ray.start(num_cpus=1, dashboard=False, verbose=False);"
+        "import ray; time.sleep(1); assert ray.nodes()[0]['Alive'];"  # it stays once it has started
         "print(*local_ray.descendants(os.getpid()), flush=True); local_ray.end_at_once()"
     )
     child = subprocess.run(

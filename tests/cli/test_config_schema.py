@@ -102,6 +102,7 @@ def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("model: [", "line 1, column 9: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("[" * 3000 + "]" * 3000, "not valid YAML: nested too deeply"),
         ("model: {source: a, source: b}", 'line 1, column 20: not valid YAML: key "source" is given twice'),
     ],
 )
@@ -261,3 +262,11 @@ def test_a_loaded_config_is_frozen() -> None:
     config = ClusterConfig.model_validate({"model": {"source": "a/b"}})
     with pytest.raises(ValueError, match="frozen"):
         config.engine.max_num_seqs = 3
+
+
+@pytest.mark.parametrize("key", ["cpus", "drain_s", "stall_timeout_s"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_are_finite(key: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(with_key(f"deployment.{key}", value), base_dir=Path())
+    assert caught.value.problems[0].startswith(f"deployment.{key}: input should be")

@@ -353,8 +353,15 @@ def test_identity_follows_the_checkpoints(target: Path, drafter: Path) -> None:
 
 
 def test_cut_weights_are_noticed(target: Path) -> None:
-    (target / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(ValueError, match="is not a safetensors file, or it is cut short"):
+    file = target / "model.safetensors"
+    whole = file.read_bytes()
+    for content in (b"\x10\0\0\0\0\0\0\0{", whole[:-1], whole[: len(whole) // 2], whole + b"\0", b""):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file, or it is cut short"):
+            resolve(target)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a file"):
         resolve(target)
 
 
