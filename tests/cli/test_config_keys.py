@@ -207,3 +207,10 @@ def test_wrong_value_is_refused_with_its_path(path: str, value: Any, message: st
 
 def test_every_key_has_a_case() -> None:
     assert [key.path for key in keys()] == [case[0] for case in WRONG]
+
+
+@pytest.mark.parametrize("key", ["cpus", "drain_s", "stall_timeout_s"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_are_finite(key: str, value: float) -> None:
+    (problem,) = problems(with_key(f"deployment.{key}", value))
+    assert problem.startswith(f"deployment.{key}: input should be")
