@@ -20,21 +20,22 @@ _HEALTH_PERIOD_S = 2.0
 _MAX_START_ATTEMPTS = 3  # a config that cannot work should say so soon
 
 
-def build(
-    args: str | Path | Mapping[str, Any] | ClusterConfig, *, starter: EngineStarter = start_engine
-) -> Application:
-    """The application of one config.
+def build(args: str | Path | Mapping[str, Any] | ClusterConfig) -> Application:
+    """The application of one config. Exactly one parameter: Serve refuses a builder with more.
 
     Args:
         args: a config file's path; `{"config": path}`, as `serve run cluster.app:build config=FILE` gives it; the
             config's mapping, as `args` in a Serve config file gives it (relative paths count from the working
             directory); or a loaded config.
-        starter: makes a replica's engine.
 
     Raises:
         ConfigError: the config is not valid; all problems are listed.
     """
-    config = read_config(args)
+    return application(read_config(args), start_engine)
+
+
+def application(config: ClusterConfig, starter: EngineStarter) -> Application:
+    """The application whose replicas get their engine from `starter`."""
     deployment = config.deployment
     deploy = serve.deployment(
         name=DEPLOYMENT,

@@ -57,7 +57,14 @@ class TpGroup:
             raise ValueError(f"init_method must be given for tensor_parallel_size={size}, e.g. tcp://127.0.0.1:29500.")
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            # torch numbers unnamed groups per process, and a start that failed keeps its number: ranks that disagree on
+            # it wait for each other for ever. The rendezvous is the one thing all ranks share.
+            group_name=init_method.replace("/", "_"),
         )
         return cls(rank=rank, size=size, backend=backend)
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, build_tokenizer
 
-from cluster.app import build, live_values, read_config, without_live_values
+from cluster.app import application, build, read_config, live_values, read_config, without_live_values
 from cluster.config import ClusterConfig
 from cluster.replica_engine import ReplicaEngine
 from workers.engine_client import EngineDeadError
@@ -78,7 +78,7 @@ def url(ray_cluster: None) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build(CONFIG, starter=start_fake), name="toy", route_prefix="/")
+    serve.run(application(read_config(CONFIG), start_fake), name="toy", route_prefix="/")
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
     for module in by_value:
@@ -129,3 +129,13 @@ def test_live_values_restart_nothing():
     assert live_values(config) == {"queue_limit": 1, "draft_len_schedule": None}
     assert live_values(other)["queue_limit"] == 9
     assert without_live_values(config) == without_live_values(other)
+
+
+def test_serve_accepts_the_builder(tmp_path) -> None:
+    """`serve run cluster.app:build config=FILE` calls it through this function, which refuses all but one parameter."""
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {source: owner/model}\n")
+    built = call_user_app_builder_with_args_if_necessary(build, {"config": str(file)})
+    assert type(built).__name__ == "Application"

