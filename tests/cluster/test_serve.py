@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, build_tokenizer
 
-from cluster.app import application, build, read_config, live_values, read_config, without_live_values
+from cluster.app import application, build, live_values, read_config, without_live_values
 from cluster.config import ClusterConfig
 from cluster.replica_engine import ReplicaEngine
 from workers.engine_client import EngineDeadError
