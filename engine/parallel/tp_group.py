@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 # torch 2.13 renamed it; GPU builds still come with earlier versions.
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,15 +57,16 @@ class TpGroup:
         if init_method is None:
             raise ValueError(f"init_method must be given for tensor_parallel_size={size}, e.g. tcp://127.0.0.1:29500.")
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+        if not dist.is_initialized():
+            # torch numbers groups per process and uses the number in the rendezvous' keys. A start that failed keeps its
+            # number, and ranks that disagree on it wait for each other for ever; destroying a group resets it likewise.
+            distributed_c10d._world.group_count = 0
         dist.init_process_group(
             backend,
             init_method=init_method,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
-            # torch numbers unnamed groups per process, and a start that failed keeps its number: ranks that disagree on
-            # it wait for each other for ever. The rendezvous is the one thing all ranks share.
-            group_name=init_method.replace("/", "_"),
         )
         return cls(rank=rank, size=size, backend=backend)
 
