@@ -58,8 +58,8 @@ class TpGroup:
             raise ValueError(f"init_method must be given for tensor_parallel_size={size}, e.g. tcp://127.0.0.1:29500.")
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         if not dist.is_initialized():
-            # torch numbers groups per process and uses the number in the rendezvous' keys. A start that failed keeps its
-            # number, and ranks that disagree on it wait for each other for ever; destroying a group resets it likewise.
+            # torch numbers groups per process and uses the number in the keys of the rendezvous. A failed start keeps
+            # its number, and ranks that disagree on it wait for each other for ever; destroying a group resets it too.
             distributed_c10d._world.group_count = 0
         dist.init_process_group(
             backend,
