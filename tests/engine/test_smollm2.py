@@ -61,13 +61,13 @@ def test_float32_equals_transformers(make, draft_len, depth):
 def test_acceptance_is_the_reference_loops(make, smollm2_dir, smollm2_drafter_dir):
     """Every step accepts what a loop of HF modules without any cache accepts; also warm, and after an abort."""
     prompt = CASES[21]["prompt_token_ids"]
-    num_tokens = 40
+    num_tokens = 90
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
     drafter = ReferenceDrafter(smollm2_drafter_dir)
     expected = dflash_generate(model, drafter, prompt, max_new_tokens=num_tokens, draft_len=15)
     with make(15, max_num_seqs=2) as llm:
         cold = accepted_per_step(llm, prompt, num_tokens)
-        assert cold == expected.accepted and len(cold) > 10
+        assert cold == expected.accepted and len(cold) >= 8
         assert sum(cold) > 10
         before = llm.core.counters().prefix_cache_hits
         assert accepted_per_step(llm, prompt, num_tokens) == cold, "a warm prefix cache changed acceptance"
