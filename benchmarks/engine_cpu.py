@@ -124,8 +124,8 @@ def main() -> None:
     ratios = {}
     for name in sets:
         best = max(args.draft_lens, key=lambda k: medians[f"dflash c=1 K={k} {name}"])
-        plain = medians[f"plain c=1 {name}"]
-        ratios[f"plain / transformers, c=1, {name}"] = plain / medians[f"transformers c=1 {name}"]
+        plain_speed = medians[f"plain c=1 {name}"]
+        ratios[f"plain / transformers, c=1, {name}"] = plain_speed / medians[f"transformers c=1 {name}"]
         ratios[f"dflash / plain, c=1, {name}, best K={best}"] = (
             medians[f"dflash c=1 K={best} {name}"] / medians[f"plain c=1 {name}"]
         )
