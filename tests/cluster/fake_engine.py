@@ -14,8 +14,6 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from cluster.admission import Admission, ReplicaState
 from cluster.metrics import ServeMetrics
@@ -35,6 +33,9 @@ EOS = "<|im_end|>"
 
 def build_tokenizer(directory: Path) -> Tokenizer:
     """A byte-level BPE tokenizer with a ChatML template, saved to `directory` and loaded as the engine loads one."""
+    # Imported here: this module travels to replicas by value, and these extension modules do not.
+    from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     rust = RustTokenizer(models.BPE())
