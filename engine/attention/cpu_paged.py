@@ -47,7 +47,7 @@ def cpu_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: At
     """Softmax attention scaled by 1 / sqrt(D); see `engine.attention.context.Attention` for the shapes."""
     N, h, D = q_NhD.shape
     suited = q_NhD.device.type == "cpu" and q_NhD.dtype in KERNEL_DTYPES and D % 8 == 0
-    if not suited or unavailable_reason() is not None:
+    if not suited or unavailable_reason() is not None or any(_window_matters(group) for group in ctx.groups):
         return paged_attention(q_NhD, k_cache, v_cache, ctx)
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
@@ -73,6 +73,11 @@ def cpu_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: At
         job[Word.TICKET] = job[Word.COUNTER] = 0
         kernel.run(job, plan.threads)
     return out_NE
+
+
+def _window_matters(group: AttentionGroup) -> bool:
+    """Some query may see less than its first positions, which is all the kernel knows."""
+    return group.window is not None and int(group.q_start_R.max()) + max(group.q_lens) > group.window
 
 
 def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:

@@ -118,9 +118,13 @@ def visibility_mask(group: AttentionGroup, *, device: torch.device) -> Tensor:
     position_S = torch.arange(group.max_kv_len, device=device)
     seen = position_S < group.kv_len_R.view(-1, 1, 1)
     query_Q = torch.arange(max(group.q_lens), device=device)
-    if not group.causal:
-        return seen.expand(-1, query_Q.numel(), -1)
-    return seen & (position_S <= group.q_start_R.view(-1, 1, 1) + query_Q.view(1, -1, 1))
+    at_RQ1 = group.q_start_R.view(-1, 1, 1) + query_Q.view(1, -1, 1)
+    seen = seen.expand(-1, query_Q.numel(), -1)
+    if group.causal:
+        seen = seen & (position_S <= at_RQ1)
+    if group.window is not None:
+        seen = seen & (position_S >= torch.minimum(at_RQ1 - group.window + 1, group.kv_len_R.view(-1, 1, 1) - 1))
+    return seen
 
 
 def _one_piece(group: AttentionGroup, block_size: int) -> int | None:
