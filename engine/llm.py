@@ -48,9 +48,7 @@ class LLM:
     Use as a context manager, or call `close()`: followers and shared memory end with it.
     """
 
-    def __init__(
-        self, model: str, *, speculative_config: DFlashDecodingConfig | None = None, **options: Any
-    ) -> None:
+    def __init__(self, model: str, *, speculative_config: DFlashDecodingConfig | None = None, **options: Any) -> None:
         self.config = resolve_engine_config(model=model, speculative_config=speculative_config, **options)
         self._start()
 
@@ -226,9 +224,7 @@ class LLM:
         self._send_plan = plan_sender(self._ring)
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
         for rank in range(1, size):
-            spec = FollowerSpec(
-                config=self.config, rank=rank, init_method=init_method, ring_name=self._ring.name
-            )
+            spec = FollowerSpec(config=self.config, rank=rank, init_method=init_method, ring_name=self._ring.name)
             follower = subprocess.Popen([sys.executable, "-m", "engine.rank"], stdin=subprocess.PIPE, env=environment)
             self._followers.append(follower)
             assert follower.stdin is not None
@@ -298,9 +294,7 @@ def _token_ids(value: object, vocab_size: int) -> list[int]:
     return ids
 
 
-def _params_for(
-    items: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
+def _params_for(items: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
     if params is None:
         return [SamplingParams()] * len(items)
     if isinstance(params, SamplingParams):

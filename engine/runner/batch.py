@@ -50,16 +50,20 @@ def assert_owned(cache_N: torch.Tensor, written_N: torch.Tensor, block_size: int
     assert slots_M.unique().numel() == slots_M.numel(), f"two rows write one cache slot: {slots_M.tolist()}"
 
 
-def decode_block(state: SlotState, slots_R: torch.Tensor, verify_len: int) -> DecodeBlock:
+def decode_block(
+    state: SlotState, slots_R: torch.Tensor, verify_len: int, *, limit_1: torch.Tensor | None = None
+) -> DecodeBlock:
     """Read the rows' drafts; k = min(verify_len, draft_count, max_len - 2 - committed_len), 0 for finished rows.
 
     max_len - 2 - committed_len: the request holds committed_len + 1 tokens and the verify always adds one of its own,
-    so a longer draft could never be emitted.
+    so a longer draft could never be emitted. limit_1: a smaller verify_len than the program's width, on the device.
     """
     committed_R = state.committed_len[slots_R]
     finished_R = state.finished[slots_R]
     k_R = torch.minimum(state.draft_count[slots_R], state.max_len[slots_R] - 2 - committed_R)
     k_R = k_R.clamp(0, verify_len).masked_fill(finished_R, 0)
+    if limit_1 is not None:
+        k_R = torch.minimum(k_R, limit_1)
     return DecodeBlock(
         slots_R=slots_R,
         drafts_RK=state.draft_tokens[slots_R, :verify_len],
@@ -70,10 +74,14 @@ def decode_block(state: SlotState, slots_R: torch.Tensor, verify_len: int) -> De
 
 
 class InputBuilder:
-    """Makes ForwardInputs. bucket: context lengths are padded to its multiples, so shapes repeat from step to step."""
+    """Makes ForwardInputs. Context lengths are padded to multiples of `context_bucket`, so shapes repeat from step to
+    step; fixed_shapes: to the longest possible one, so that nothing depends on the step."""
 
-    def __init__(self, config: EngineConfig, state: SlotState, device: torch.device) -> None:
+    def __init__(
+        self, config: EngineConfig, state: SlotState, device: torch.device, *, fixed_shapes: bool = False
+    ) -> None:
         self._state = state
+        self._fixed_shapes = fixed_shapes
         self._block_size = config.block_size
         self._bucket = config.context_bucket
         self._max_columns = config.max_blocks_per_seq
@@ -189,7 +197,9 @@ class InputBuilder:
         causal: bool,
     ) -> AttentionGroup:
         longest = self._state.longest_table * self._block_size
-        if kv_len_R.device.type == "cpu":  # the exact length, where reading it costs nothing
+        if self._fixed_shapes:
+            longest = self._max_columns * self._block_size
+        elif kv_len_R.device.type == "cpu":  # the exact length, where reading it costs nothing
             exact = int(kv_len_R.max())
             assert exact <= longest, f"a row reads {exact} positions, its block table holds {longest}"
             longest = exact

@@ -24,6 +24,24 @@ from engine.sampling.verify import verify
 from engine.step import PrefillChunk, SlotInit
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingNeeds:
+    """Which code a batch's sampling runs; known on the host. mask_stops: some row may not stop yet."""
+
+    filters: FilterFlags
+    mask_stops: bool
+
+    @classmethod
+    def of(cls, inits: Sequence[SlotInit]) -> "SamplingNeeds":
+        filters = FilterFlags.of(
+            [i.temperature for i in inits],
+            [i.top_k for i in inits],
+            [i.top_p for i in inits],
+            [i.min_p for i in inits],
+        )
+        return cls(filters=filters, mask_stops=any([i.min_len > i.prompt_len for i in inits]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What a step decided, rows in plan order: R decode rows, then F prompts that ended.
@@ -67,61 +85,42 @@ class DecideAndDraft:
         decode: DecodeBlock | None,
         prefill: tuple[PrefillChunk, ...],
         verify_len: int,
-        inits: Sequence[SlotInit],
+        needs: SamplingNeeds,
     ) -> Decision | None:
-        """Sample, verify and commit. None when no row of the step samples (prompt chunks in the middle only).
-
-        inits: what the sampling rows' requests asked for, in plan order.
-        """
+        """Sample, verify and commit. None when no row of the step samples (prompt chunks in the middle only)."""
         if step.logits_MV is None:
             return None
         state = self._state
         device = step.logits_MV.device
         width = verify_len + 1
         ends = [c for c in prefill if c.samples]
-        slots: list[torch.Tensor] = []
-        committed: list[torch.Tensor] = []
-        if decode is not None:
-            slots.append(decode.slots_R)
-            committed.append(decode.committed_R)
-        if ends:
-            slots.append(upload([c.slot for c in ends], device))
-            # A prompt of n tokens has no bonus token yet: with n-1 committed the same arithmetic emits position n.
-            committed.append(upload([c.start + len(c.token_ids) - 1 for c in ends], device))
-        slots_S = torch.cat(slots)
-        committed_S = torch.cat(committed)
+        rows = _rows_to_decide(decode, ends, verify_len, device)
+        slots_S, committed_S = rows.slots_R, rows.committed_R
         num_decode = slots_S.shape[0] - len(ends)
-        drawn_M, peak_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width, inits)
+        drawn_M, peak_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width, needs)
         valid_M = peak_M < torch.inf  # also False for NaN; -inf is what padded ids hold
         tokens_SE = _rows_of(drawn_M.masked_fill(~valid_M, 0), num_decode, width, len(ends))
-        drafts_SK = tokens_SE.new_full((slots_S.shape[0], verify_len), -1)
-        k_S = torch.zeros_like(committed_S)
-        finished_S = torch.zeros_like(committed_S, dtype=torch.bool)
-        if decode is not None:
-            drafts_SK[:num_decode] = decode.drafts_RK
-            k_S[:num_decode] = decode.k_R
-            finished_S[:num_decode] = decode.finished_R
         verdict = verify(
             target_RK1=tokens_SE,
-            draft_RK=drafts_SK,
-            k_R=k_S,
+            draft_RK=rows.drafts_RK,
+            k_R=rows.k_R,
             committed_R=committed_S,
             max_len_R=state.max_len[slots_S],
             min_len_R=state.min_len[slots_S],
             stop_ids_RS=state.stop_ids[slots_S],
-            finished_R=finished_S,
+            finished_R=rows.finished_R,
             valid_RK1=_rows_of(valid_M, num_decode, width, len(ends)),
         )
         emits_S = verdict.num_emitted_R > 0
         state.committed_len[slots_S] = committed_S + verdict.num_emitted_R
         state.last_token[slots_S] = torch.where(emits_S, verdict.last_token_R, state.last_token[slots_S])
-        state.finished[slots_S] = finished_S | (verdict.finish_R != 0)
+        state.finished[slots_S] = rows.finished_R | (verdict.finish_R != 0)
         return Decision(
             slots_S=slots_S,
             tokens_SE=tokens_SE,
             num_emitted_S=verdict.num_emitted_R,
             num_accepted_S=verdict.num_accepted_R,
-            num_drafted_S=k_S,
+            num_drafted_S=rows.k_R,
             finish_S=verdict.finish_R,
         )
 
@@ -149,7 +148,7 @@ class DecideAndDraft:
         """One parallel pass of the drafter; the head runs on the first draft_len mask rows; drafts are greedy."""
         state = self._state
         if self._drafter is None or draft_len == 0:
-            state.draft_count[slots_S] = 0
+            state.draft_count.index_fill_(0, slots_S, 0)
             return
         config = self._drafter.config
         width = config.block_size
@@ -173,20 +172,14 @@ class DecideAndDraft:
         committed_S: torch.Tensor,
         num_decode: int,
         width: int,
-        inits: Sequence[SlotInit],
+        needs: SamplingNeeds,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token of the target's own per logit row, and the row's largest logit (NaN if it holds one).
 
         A row's token depends on its request and position alone.
         """
         state = self._state
-        flags = FilterFlags.of(
-            [i.temperature for i in inits],
-            [i.top_k for i in inits],
-            [i.top_p for i in inits],
-            [i.min_p for i in inits],
-        )
-        mask_stops = any(i.min_len > i.prompt_len for i in inits)
+        flags, mask_stops = needs.filters, needs.mask_stops
         if flags.all_greedy and not mask_stops:
             peak_M, drawn_M = greedy_pairs(logits_MV, self._tp, self._target.vocab_start)
             return drawn_M, peak_M
@@ -194,7 +187,7 @@ class DecideAndDraft:
         drawn_at_M = torch.cat(
             [(committed_S[:num_decode, None] + 1 + columns_Q).flatten(), committed_S[num_decode:] + 1]
         )
-        slots_M = torch.cat([slots_S[:num_decode].repeat_interleave(width), slots_S[num_decode:]])
+        slots_M = torch.cat([slots_S[:num_decode, None].expand(-1, width).flatten(), slots_S[num_decode:]])
         rows = SamplingRows(
             temperature_N=state.temperature[slots_M],
             top_k_N=state.top_k[slots_M],
@@ -210,6 +203,36 @@ class DecideAndDraft:
         )
         drawn_M = sample(logits_MV, rows, self._tp, self._target.vocab_start)
         return drawn_M, peak_logits(logits_MV, self._tp)
+
+
+def _rows_to_decide(
+    decode: DecodeBlock | None, ends: list[PrefillChunk], verify_len: int, device: torch.device
+) -> DecodeBlock:
+    """The decode rows, then the prompts that ended, as rows without drafts.
+
+    A prompt of n tokens has no bonus token yet: with n-1 committed the same arithmetic emits position n.
+    """
+    if not ends:
+        assert decode is not None
+        return decode
+    num_ends = len(ends)
+    slots_F = upload([c.slot for c in ends], device)
+    prompts = DecodeBlock(
+        slots_R=slots_F,
+        drafts_RK=slots_F.new_full((num_ends, verify_len), -1),
+        k_R=torch.zeros_like(slots_F),
+        committed_R=upload([c.start + len(c.token_ids) - 1 for c in ends], device),
+        finished_R=torch.zeros_like(slots_F, dtype=torch.bool),
+    )
+    if decode is None:
+        return prompts
+    return DecodeBlock(
+        slots_R=torch.cat([decode.slots_R, prompts.slots_R]),
+        drafts_RK=torch.cat([decode.drafts_RK, prompts.drafts_RK]),
+        k_R=torch.cat([decode.k_R, prompts.k_R]),
+        committed_R=torch.cat([decode.committed_R, prompts.committed_R]),
+        finished_R=torch.cat([decode.finished_R, prompts.finished_R]),
+    )
 
 
 def _rows_of(drawn_M: torch.Tensor, num_decode: int, width: int, num_ends: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from engine.parallel.tp_group import TpGroup
 from engine.runner.agreement import RankAgreement
 from engine.runner.batch import InputBuilder, decode_block
 from engine.runner.clock import StepClock
-from engine.runner.draft_program import DecideAndDraft, Decision
+from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
 from engine.runner.results import LogprobRows, row_results
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetProgram
@@ -81,7 +81,7 @@ class ModelRunner:
         inits = tuple([self.state.init_of(slot) for slot in slots])
         inputs = self._builder.target_inputs(decode, plan.prefill)
         step = self._target_program.run(inputs, num_decode * (plan.verify_len + 1), plan.prefill)
-        decision = self._draft_program.decide(step, decode, plan.prefill, plan.verify_len, inits)
+        decision = self._draft_program.decide(step, decode, plan.prefill, plan.verify_len, SamplingNeeds.of(inits))
         self._draft_program.write_context(step, decision, num_decode, plan.verify_len)
         logprobs = None
         if decision is not None:

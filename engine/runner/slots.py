@@ -3,13 +3,40 @@
 Row `num_slots` is the filler slot: never assigned, always finished, block table all null.
 """
 
+import enum
+from collections.abc import Sequence
+
 import torch
 
 from engine.config.engine import EngineConfig
 from engine.layers.upload import upload
-from engine.step import SlotInit, StepPlan
+from engine.sampling_params import MAX_STOP_TOKEN_IDS
+from engine.step import BlockTableUpdate, SlotInit, StepPlan
 
 _MIN_STOP_COLUMNS = 8
+
+
+class SlotTraits(enum.IntFlag):
+    """What the host knows of a slot's request and decides by, so that no step reads the device back for it."""
+
+    NONE = 0
+    DRAWS = 1  # temperature above 0
+    FILTERS = 2  # ... and top_k, top_p or min_p
+    MASKS_STOPS = 4  # min_tokens
+    LOGPROBS = 8
+
+    @classmethod
+    def of(cls, init: SlotInit) -> "SlotTraits":
+        traits = cls.NONE
+        if init.temperature > 0.0:
+            traits |= cls.DRAWS
+            if init.top_k > 0 or init.top_p < 1.0 or init.min_p > 0.0:
+                traits |= cls.FILTERS
+        if init.min_len > init.prompt_len:
+            traits |= cls.MASKS_STOPS
+        if init.num_logprobs >= 0:
+            traits |= cls.LOGPROBS
+        return traits
 
 
 class SlotState:
@@ -21,11 +48,13 @@ class SlotState:
     stop_ids [S, NS]: padded with -1.
     longest_table: blocks in the longest block table among the slots of the plan applied last; the host's bound of every
         K/V length of that step.
+    fixed_shapes: no tensor is ever replaced by a larger one, as captured programs need.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device, *, fixed_shapes: bool = False) -> None:
         size = config.max_num_seqs + 1
         self._device = device
+        self.filler_slot = config.max_num_seqs
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -35,19 +64,18 @@ class SlotState:
         self.draft_tokens = integers(size, max(config.max_draft_len, 1))
         self.draft_count = integers(size)
         self.finished = torch.ones(size, dtype=torch.bool, device=device)
-        self.generation = integers(size)
         self.block_table = integers(size, config.max_blocks_per_seq)
-        self.prompt_len = integers(size)
-        self.max_len = integers(size)
-        self.min_len = integers(size)
-        self.seed = integers(size)
-        self.top_k = integers(size)
-        self.temperature = torch.zeros(size, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(size, dtype=torch.float32, device=device)
-        self.min_p = torch.zeros(size, dtype=torch.float32, device=device)
-        self.stop_ids = torch.full((size, _MIN_STOP_COLUMNS), -1, dtype=torch.int64, device=device)
-        # Host copy of what decides which code runs, so that no step reads the device back for it.
+        # One row per slot, so that a request's parameters are written at once; the columns have names below.
+        self._integers = integers(size, 6)
+        self._floats = torch.tensor([[0.0, 1.0, 0.0]], device=device).repeat(size, 1)
+        columns = self._integers.unbind(dim=1)
+        self.generation, self.prompt_len, self.max_len, self.min_len, self.seed, self.top_k = columns
+        self.temperature, self.top_p, self.min_p = self._floats.unbind(dim=1)
+        stop_columns = MAX_STOP_TOKEN_IDS + len(config.target.eos_token_ids) if fixed_shapes else _MIN_STOP_COLUMNS
+        self._fixed_shapes = fixed_shapes
+        self.stop_ids = torch.full((size, stop_columns), -1, dtype=torch.int64, device=device)
         self._inits: list[SlotInit | None] = [None] * size
+        self._traits = [0] * size  # SlotTraits as plain integers: cheaper to join
         self._num_blocks = [0] * size
         self.longest_table = 0
 
@@ -55,13 +83,25 @@ class SlotState:
         """Upload a plan's new slots and block-table changes, in that order."""
         if plan.new_slots:
             self._assign(plan.new_slots)
-        for update in plan.block_updates:
-            end = update.first_index + len(update.block_ids)
-            assert end <= self.block_table.shape[1], "block table overflow: the scheduler reserved past max_model_len"
-            self.block_table[update.slot, update.first_index : end] = upload(update.block_ids, self._device)
-            self._num_blocks[update.slot] = end
+        entries, block_ids = self.table_entries(plan.block_updates)
+        if entries:
+            self.block_table.view(-1)[upload(entries, self._device)] = upload(block_ids, self._device)
         used = [*plan.decode_slots, *[chunk.slot for chunk in plan.prefill]]
         self.longest_table = max([self._num_blocks[slot] for slot in used], default=0)
+
+    def table_entries(self, updates: Sequence[BlockTableUpdate]) -> tuple[list[int], list[int]]:
+        """(places in the flattened block table, the block ids they take); notes the tables' new lengths."""
+        width = self.block_table.shape[1]
+        entries: list[int] = []
+        block_ids: list[int] = []
+        for update in updates:
+            end = update.first_index + len(update.block_ids)
+            assert end <= width, "block table overflow: the scheduler reserved past max_model_len"
+            first = update.slot * width
+            entries.extend(range(first + update.first_index, first + end))
+            block_ids.extend(update.block_ids)
+            self._num_blocks[update.slot] = end
+        return entries, block_ids
 
     def init_of(self, slot: int) -> SlotInit:
         """The host's copy of what the slot's request asked for."""
@@ -69,22 +109,22 @@ class SlotState:
         assert init is not None, f"slot {slot} holds no request"
         return init
 
+    def traits_of(self, slots: Sequence[int]) -> int:
+        """What any of the slots' requests asks for: SlotTraits bits."""
+        bits = 0
+        for slot in slots:
+            bits |= self._traits[slot]
+        return bits
+
     def _assign(self, inits: tuple[SlotInit, ...]) -> None:
         self._widen_stop_ids(max(len(i.stop_token_ids) for i in inits))
         slots = upload([i.slot for i in inits], self._device)
-
-        def put(target: torch.Tensor, values: list[int] | list[float]) -> None:
-            target[slots] = upload(values, self._device, dtype=target.dtype)
-
-        put(self.generation, [i.generation for i in inits])
-        put(self.prompt_len, [i.prompt_len for i in inits])
-        put(self.max_len, [i.max_len for i in inits])
-        put(self.min_len, [i.min_len for i in inits])
-        put(self.seed, [i.seed for i in inits])
-        put(self.top_k, [i.top_k for i in inits])
-        put(self.temperature, [i.temperature for i in inits])
-        put(self.top_p, [i.top_p for i in inits])
-        put(self.min_p, [i.min_p for i in inits])
+        self._integers[slots] = upload(
+            [[i.generation, i.prompt_len, i.max_len, i.min_len, i.seed, i.top_k] for i in inits], self._device
+        )
+        self._floats[slots] = upload(
+            [[i.temperature, i.top_p, i.min_p] for i in inits], self._device, dtype=torch.float32
+        )
         width = self.stop_ids.shape[1]
         rows = [list(i.stop_token_ids) + [-1] * (width - len(i.stop_token_ids)) for i in inits]
         self.stop_ids[slots] = upload(rows, self._device)
@@ -94,12 +134,14 @@ class SlotState:
         self.block_table[slots] = 0
         for init in inits:
             self._inits[init.slot] = init
+            self._traits[init.slot] = int(SlotTraits.of(init))
             self._num_blocks[init.slot] = 0
 
     def _widen_stop_ids(self, needed: int) -> None:
         have = self.stop_ids.shape[1]
         if needed <= have:
             return
+        assert not self._fixed_shapes, f"{needed} stop ids, more than a request may have"
         wider = torch.full((self.stop_ids.shape[0], 2 * needed), -1, dtype=torch.int64, device=self._device)
         wider[:, :have] = self.stop_ids
         self.stop_ids = wider
