@@ -1,0 +1,373 @@
+"""`ControlState`: all that a controller knows and decides, free of Ray, with the clock passed in.
+
+The actor drives it with messages of real replicas, the simulator with those of simulated ones. `now` is any clock in
+seconds that does not run backwards.
+
+Replicas of one accelerator type share one schedule (a line). A replica whose traffic demonstrably differs gets a
+schedule of its own, decided from its own counts with the cluster's as the prior, until the difference is gone.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cluster.control import policy
+from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
+from cluster.control.hazards import Belief, changed_since, replica_beliefs
+from cluster.control.messages import PROTOCOL_VERSION, Order, Registration, Reply, Report, report_interval_s
+from cluster.control.policy import Rules, Schedule, Setting, Verdict
+from cluster.control.step_times import StepTimes
+from engine.speculative.counters import batch_bucket
+from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck, Version, check_schedule, round_down
+
+_MISSED_REPORTS = 10  # after which a replica is forgotten
+_OWN_SHARE, _SHARED_SHARE = 0.6, 0.3  # own part of a replica's belief at which it leaves and rejoins the shared line
+_CHANGE_DEVIATIONS = 4.5
+
+
+LineKey = tuple[str, tuple[int, ...], int]  # accelerator, declared draft lengths, max_num_seqs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlOptions:
+    """rules: of the policy. corrects_replicas: whether a replica may get a schedule of its own."""
+
+    rules: Rules = field(default_factory=Rules)
+    corrects_replicas: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Push:
+    """A schedule that `replica_id` should have and does not."""
+
+    replica_id: str
+    version: Version
+    schedule: dict[int, int]
+
+
+@dataclass(kw_only=True, slots=True)
+class Replica:
+    """One registered replica. number: its rows in the log. own: its own line, None while it shares one."""
+
+    number: int
+    registration: Registration
+    counts: ReplicaCounts
+    seen_at: float
+    version: Version  # in force there, as far as known
+    target: Version = (0, 0)
+    target_schedule: dict[int, int] = field(default_factory=dict)
+    own: Schedule | None = None
+    own_share: float = 0.0
+    belief: Belief | None = None
+    gate_disabled: bool = False
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Line:
+    """The schedule shared by the replicas of one accelerator type."""
+
+    schedule: Schedule
+    draft_lens: tuple[int, ...]
+    max_num_seqs: int
+    times: StepTimes = field(default_factory=StepTimes)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+
+
+class ControlState:
+    """See the module. All methods return at once and raise ValueError for messages that cannot be right."""
+
+    def __init__(self, *, started_at: float, options: ControlOptions | None = None) -> None:
+        self.options = options or ControlOptions()
+        self.replicas: dict[str, Replica] = {}
+        self.lines: dict[LineKey, Line] = {}
+        self.belief: Belief | None = None
+        self.epoch: int | None = None  # None: still listening which epochs there were
+        self.is_superseded = False  # a later controller is at work
+        self.order: Order | None = None
+        self.num_changes = 0
+        self.idle_since: float | None = started_at
+        self._first_at: float | None = None
+        self._greatest_seen: Version = (0, 0)
+        self._num_versions = 0
+        self._numbers = 0
+        self._clock = TrafficClock()
+        self._log: DifferenceLog | None = None
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two reports of a replica."""
+        return report_interval_s(len(self.replicas))
+
+    @property
+    def held(self) -> Order | None:
+        """The operator's order in force."""
+        return None if self.order is None or self.order.mode == "release" else self.order
+
+    # ---------------------------------------------------------------------------------------------------- messages
+
+    def register(self, registration: Registration, *, now: float) -> Reply:
+        """Takes a replica in, or takes note that it still lives.
+
+        Raises:
+            ValueError: another protocol version, or facts that contradict each other.
+        """
+        _check(registration)
+        known = self.replicas.get(registration.replica_id)
+        if known is not None and registration.incarnation < known.counts.incarnation:
+            return Reply(interval_s=self.interval_s)
+        self._see_version(registration.version)
+        self._see_order(registration.order)
+        line = self._line_of(registration)
+        if known is not None and registration.incarnation == known.counts.incarnation:
+            known.registration, known.seen_at, known.version = registration, now, registration.version
+            known.target = (0, 0)  # it may have fallen back to its own schedule meanwhile
+        else:
+            line.times.measured(registration.step_times)
+            known = self.replicas[registration.replica_id] = Replica(
+                number=self._numbers,
+                registration=registration,
+                counts=ReplicaCounts(
+                    incarnation=registration.incarnation, sequence=registration.sequence, cells=registration.cells
+                ),
+                seen_at=now,
+                version=registration.version,
+            )
+            self._numbers += 1
+        self.idle_since = None
+        if self._first_at is None:
+            self._first_at = now
+        self._settle_epoch(now)
+        self._set_targets()
+        return self._reply(known)
+
+    def report(self, report: Report, *, now: float) -> Reply:
+        """Learns from a replica's counters. Repeated, late and lost reports make no difference.
+
+        Raises:
+            ValueError: counts that shrank.
+        """
+        replica = self.replicas.get(report.replica_id)
+        if replica is None or report.incarnation > replica.counts.incarnation:
+            return Reply(interval_s=self.interval_s, must_register=True)
+        if report.incarnation < replica.counts.incarnation:
+            return Reply(interval_s=self.interval_s)
+        self._see_version(report.version)
+        is_new = report.sequence > replica.counts.sequence
+        cells = replica.counts.absorb(incarnation=report.incarnation, sequence=report.sequence, cells=report.cells)
+        replica.seen_at = max(replica.seen_at, now)
+        replica.version = max(replica.version, report.version)
+        if is_new:
+            replica.gate_disabled = report.gate_disabled
+        if any(cell.rows for cell in cells):
+            traffic_s = self._clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
+            assert self._log is not None, "a replica is registered"
+            self._log.add(time=traffic_s, replica=replica.number, cells=cells)
+            self.lines[line_key(replica.registration)].times.served(cells, now=traffic_s)
+        self._settle_epoch(now)
+        return self._reply(replica)
+
+    def acknowledged(self, replica_id: str, ack: ScheduleAck) -> None:
+        """A replica's answer to a push."""
+        replica = self.replicas.get(replica_id)
+        self._see_version(ack.version)
+        if replica is not None:
+            replica.version = max(replica.version, ack.version)
+
+    def give(self, order: Order, *, now: float) -> list[Push]:
+        """An operator's order; the pushes it leads to.
+
+        Raises:
+            ValueError: a pinned schedule that cannot be.
+        """
+        if order.mode == "pin":
+            for line in self.lines.values():
+                check_schedule(order.schedule, max_draft_len=line.draft_lens[-1])
+        self._see_order(order)
+        return self.decide(now=now)
+
+    # ---------------------------------------------------------------------------------------------------- decisions
+
+    def decide(self, *, now: float) -> list[Push]:
+        """Forgets replicas that are gone, learns, decides, and says who should get what (all that lag behind)."""
+        self._forget_gone(now)
+        self._settle_epoch(now)
+        if self.epoch is None or self.is_superseded:
+            return []
+        self._learn()
+        if self.held is None and self.belief is not None:
+            for line in self.lines.values():
+                line.verdicts = self._weigh(line, line.schedule, self.belief, now)
+                line.schedule = self._take(line.schedule, line.verdicts, now)
+            for replica in self.replicas.values():
+                self._correct(replica, now)
+        self._set_targets()
+        return [
+            Push(replica_id=replica_id, version=replica.target, schedule=replica.target_schedule)
+            for replica_id, replica in self.replicas.items()
+            if replica.version < replica.target
+        ]
+
+    def _wanted(self, replica: Replica) -> dict[int, int]:
+        """The schedule a replica should have: the pinned one, its own, or its line's."""
+        if self.held is not None and self.held.mode == "pin":
+            limit = replica.registration.draft_lens[-1]  # `give` checked it for the replicas of its time
+            return {bound: min(draft_len, limit) for bound, draft_len in sorted(self.held.schedule.items())}
+        line = self.lines[line_key(replica.registration)]
+        return plain(line.schedule if replica.own is None else replica.own)
+
+    def _learn(self) -> None:
+        log = self._log
+        if log is None or not len(log.times_P):
+            return
+        weights = log.weights(self._clock.seconds)
+        changed_at = changed_since(log.times_P, log.at_risk_PW, log.accepted_PW, weights, deviations=_CHANGE_DEVIATIONS)
+        if changed_at is not None:
+            log.forget_before(changed_at)
+            weights = log.weights(self._clock.seconds)
+        self.belief = Belief.from_reports(log.at_risk_PW, log.accepted_PW, weights)
+        beliefs = replica_beliefs(self.belief, log.at_risk_PW, log.accepted_PW, weights, log.replicas_P)
+        for replica in self.replicas.values():
+            replica.belief, replica.own_share = beliefs.get(replica.number, (self.belief, 0.0))
+
+    def _correct(self, replica: Replica, now: float) -> None:
+        """Lets a replica whose traffic is its own have a line of its own, and takes that back."""
+        line = self.lines[line_key(replica.registration)]
+        share = replica.own_share if self.options.corrects_replicas else 0.0
+        if share < (_OWN_SHARE if replica.own is None else _SHARED_SHARE):
+            replica.own, replica.verdicts = None, {}
+            return
+        assert replica.belief is not None
+        schedule = line.schedule if replica.own is None else replica.own
+        replica.verdicts = self._weigh(line, schedule, replica.belief, now)
+        replica.own = self._take(schedule, replica.verdicts, now)
+
+    def _weigh(self, line: Line, schedule: Schedule, belief: Belief, now: float) -> dict[int, Verdict]:
+        return policy.decide(
+            schedule,
+            draft_lens=line.draft_lens,
+            belief=belief,
+            step_seconds=lambda rows, draft_len: line.times.seconds(rows, draft_len, max_num_seqs=line.max_num_seqs),
+            now=now,
+            rules=self.options.rules,
+        )
+
+    def _take(self, schedule: Schedule, verdicts: Mapping[int, Verdict], now: float) -> Schedule:
+        self.num_changes += sum(verdict.changes for verdict in verdicts.values())
+        return policy.apply(schedule, verdicts, now=now)
+
+    # ---------------------------------------------------------------------------------------------------- versions
+
+    def _settle_epoch(self, now: float) -> None:
+        if self.epoch is None and self._first_at is not None and now - self._first_at >= 2 * self.interval_s:
+            self.epoch = self._greatest_seen[0] + 1
+            self._adopt_newest()
+
+    def _adopt_newest(self) -> None:
+        """Goes on from the newest schedules that an earlier controller left in force."""
+        for key, line in self.lines.items():
+            members = [r.registration for r in self.replicas.values() if line_key(r.registration) == key]
+            newest = max(members, key=lambda member: member.version, default=None)
+            if newest is not None and newest.version[0] > 0:
+                entries = schedule_entries(newest.schedule, line.max_num_seqs, line.draft_lens)
+                line.schedule = {
+                    bound: Setting(draft_len=draft_len, reason="taken over from an earlier controller")
+                    for bound, draft_len in entries.items()
+                }
+
+    def _see_version(self, version: Version) -> None:
+        self._greatest_seen = max(self._greatest_seen, version)
+        if self.epoch is not None:
+            self.is_superseded |= version[0] > self.epoch
+            if version[0] == self.epoch:  # a replica that fell back counted on by itself
+                self._num_versions = max(self._num_versions, version[1])
+
+    def _see_order(self, order: Order | None) -> None:
+        if order is None or (self.order is not None and self.order.issued_at >= order.issued_at):
+            return
+        self.order = order
+
+    def _set_targets(self) -> None:
+        """Gives a version to every schedule that a replica should have from now on; equal schedules share one."""
+        if self.epoch is None:
+            return
+        newest: dict[tuple[tuple[int, int], ...], Version] = {}
+        for replica in self.replicas.values():
+            key = tuple(replica.target_schedule.items())
+            newest[key] = max(newest.get(key, (0, 0)), replica.target)
+        for replica in self.replicas.values():
+            wanted = self._wanted(replica)
+            if replica.target > (0, 0) and replica.target_schedule == wanted:
+                continue
+            key = tuple(wanted.items())
+            version = newest.get(key, (0, 0))
+            if version <= max(replica.version, replica.target):
+                version = newest[key] = self._new_version()
+            replica.target, replica.target_schedule = version, wanted
+
+    def _new_version(self) -> Version:
+        assert self.epoch is not None
+        self._num_versions += 1
+        return (self.epoch, self._num_versions)
+
+    def _reply(self, replica: Replica) -> Reply:
+        if self.epoch is None or replica.target <= replica.version:
+            return Reply(interval_s=self.interval_s, order=self.order)
+        return Reply(
+            interval_s=self.interval_s, version=replica.target, schedule=replica.target_schedule, order=self.order
+        )
+
+    # ---------------------------------------------------------------------------------------------------- membership
+
+    def _line_of(self, registration: Registration) -> Line:
+        width = registration.draft_lens[-1]
+        if self._log is None:
+            self._log = DifferenceLog(width=width)
+        self._log.widen(width)
+        key = line_key(registration)
+        if key not in self.lines:
+            entries = schedule_entries(registration.static_schedule, registration.max_num_seqs, registration.draft_lens)
+            self.lines[key] = Line(
+                schedule={bound: Setting(draft_len=draft_len) for bound, draft_len in entries.items()},
+                draft_lens=registration.draft_lens,
+                max_num_seqs=registration.max_num_seqs,
+            )
+        return self.lines[key]
+
+    def _forget_gone(self, now: float) -> None:
+        patience_s = _MISSED_REPORTS * self.interval_s
+        for replica_id in [key for key, replica in self.replicas.items() if now - replica.seen_at > patience_s]:
+            del self.replicas[replica_id]
+        if not self.replicas and self.idle_since is None:
+            self.idle_since = now
+
+
+def line_key(registration: Registration) -> LineKey:
+    """Replicas of one key share a schedule."""
+    return registration.accelerator, registration.draft_lens, registration.max_num_seqs
+
+
+def schedule_entries(schedule: Mapping[int, int], max_num_seqs: int, draft_lens: tuple[int, ...]) -> dict[int, int]:
+    """A schedule with every batch bucket among its bounds, saying the same at each of them. Ascending."""
+    buckets = {batch_bucket(rows, max_num_seqs) for rows in range(1, max_num_seqs + 1)}
+    bounds = buckets | {bound for bound in schedule if bound <= max_num_seqs}
+    given = DraftLengthSchedule(schedule)
+    return {bound: round_down(given.draft_len(bound), draft_lens) for bound in sorted(bounds)}
+
+
+def plain(schedule: Schedule) -> dict[int, int]:
+    """Batch size -> K."""
+    return {bound: setting.draft_len for bound, setting in schedule.items()}
+
+
+def _check(registration: Registration) -> None:
+    if registration.protocol != PROTOCOL_VERSION:
+        raise ValueError(
+            f"protocol: replica {registration.replica_id} speaks version {registration.protocol}, the controller "
+            f"{PROTOCOL_VERSION}"
+        )
+    lengths = registration.draft_lens
+    if not lengths or lengths[0] != 0 or any(a >= b for a, b in itertools.pairwise(lengths)):
+        raise ValueError(f"draft_lens: must ascend strictly and start with 0, got {list(lengths)}")
+    if registration.max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs: must be >= 1, got {registration.max_num_seqs}")

@@ -1,0 +1,191 @@
+"""From counts by position to expected tokens per step, with their uncertainty. Pure functions of arrays.
+
+    h_j = accepted_j / at_risk_j        chance that draft j is accepted, its predecessors being so (hazard)
+    S_j = h_1 x .. x h_j                chance that at least j drafts are accepted
+    E(K) = 1 + S_1 + .. + S_K           expected tokens of a step and row that verifies K drafts
+
+accepted_j over steps would be censored wherever K varies. Shapes: P reports, R replicas, W positions.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+_PSEUDO_ROWS = 4.0  # weight of the guess for a position that was hardly observed: the hazard before it
+_FIRST_GUESS = 0.5
+_OWN_PSEUDO_ROWS = 20.0  # rows of the cluster's hazard in a replica's own estimate
+_NUM_SPLITS, _SPLIT_S = 24, 0.5
+LOWER_90 = 1.2816  # standard deviations: one-sided
+
+
+def expected_tokens(hazards_W: np.ndarray) -> np.ndarray:
+    """E(K) for K = 0 .. W; [..., W + 1]."""
+    survival = np.cumprod(hazards_W, axis=-1)
+    ones = np.ones((*hazards_W.shape[:-1], 1))
+    return np.concatenate([ones, 1.0 + np.cumsum(survival, axis=-1)], axis=-1)
+
+
+def token_gradients(hazards_W: np.ndarray) -> np.ndarray:
+    """dE(K)/dh_j for K = 0 .. W and j = 1 .. W; [..., W + 1, W]."""
+    width = hazards_W.shape[-1]
+    gradients = np.zeros((*hazards_W.shape[:-1], width + 1, width))
+    for index in range(width):
+        others = hazards_W.copy()
+        others[..., index] = 1.0
+        products = np.cumprod(others, axis=-1)
+        products[..., :index] = 0.0
+        gradients[..., 1:, index] = np.cumsum(products, axis=-1)
+    return gradients
+
+
+def smoothed_hazards(at_risk_W: np.ndarray, accepted_W: np.ndarray) -> np.ndarray:
+    """Hazards where a position's few rows are mixed with the hazard before it; defined without counts too. [..., W]"""
+    hazards = np.empty_like(at_risk_W, dtype=float)
+    guess: np.ndarray | float = _FIRST_GUESS
+    for index in range(at_risk_W.shape[-1]):
+        guess = (accepted_W[..., index] + _PSEUDO_ROWS * guess) / (at_risk_W[..., index] + _PSEUDO_ROWS)
+        hazards[..., index] = guess
+    return hazards
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """Hazards [W] with their covariance [W, W], and what follows for every K."""
+
+    hazards: np.ndarray
+    covariance: np.ndarray
+    tokens: np.ndarray  # E(K), [W + 1]
+    gradients: np.ndarray  # [W + 1, W]
+
+    @classmethod
+    def of(cls, hazards: np.ndarray, covariance: np.ndarray) -> Self:
+        """A belief from its hazards."""
+        return cls(hazards, covariance, expected_tokens(hazards), token_gradients(hazards))
+
+    @classmethod
+    def from_reports(cls, at_risk_PW: np.ndarray, accepted_PW: np.ndarray, weights_P: np.ndarray) -> Self:
+        """The cluster's belief.
+
+        The covariance comes from how much reports differ beyond what chance within them explains (requests are not
+        alike, and a report sees few of them), and is never below what chance alone gives.
+        """
+        rows, accepted = weights_P @ at_risk_PW, weights_P @ accepted_PW
+        hazards = smoothed_hazards(rows, accepted)
+        residuals = (accepted_PW - hazards * at_risk_PW) * weights_P[:, None] / (rows + _PSEUDO_ROWS)
+        num_reports = weights_P.sum() ** 2 / max(weights_P @ weights_P, 1e-12)
+        between = residuals.T @ residuals * _small_sample(num_reports)
+        squared = (weights_P * weights_P) @ at_risk_PW
+        effective = np.divide(rows * rows, squared, out=np.zeros_like(rows), where=squared > 0) + _PSEUDO_ROWS
+        chance = hazards * (1.0 - hazards) / effective
+        covariance = between + np.diag(np.maximum(chance - np.diag(between), 0.0))
+        return cls.of(hazards, covariance)
+
+    def log_ratio_deviation(self, draft_len: int, other: int) -> float:
+        """Standard deviation of log(E(draft_len) / E(other))."""
+        gradient = self.gradients[draft_len] / self.tokens[draft_len] - self.gradients[other] / self.tokens[other]
+        return float(np.sqrt(max(gradient @ self.covariance @ gradient, 0.0)))
+
+
+def changed_since(
+    times_P: np.ndarray, at_risk_PW: np.ndarray, accepted_PW: np.ndarray, weights_P: np.ndarray, *, deviations: float
+) -> float | None:
+    """The time from which on the reports tell of other traffic than before; None if they do not.
+
+    The reports are split in two at every half second of the last twelve. The split where E(W) before and after differs
+    most, in standard deviations, counts if these are more than `deviations` and E differs by over 5 %.
+    """
+    if len(times_P) < 2:
+        return None
+    cuts_S = np.unique(np.searchsorted(times_P, times_P[-1] - np.arange(_NUM_SPLITS) * _SPLIT_S))
+    cuts_S = cuts_S[cuts_S > 0]
+    if not len(cuts_S):
+        return None
+    is_before_SP = np.arange(len(times_P)) < cuts_S[:, None]
+    (before_S, spread_before_S), (after_S, spread_after_S) = (
+        _longest_of_parts(at_risk_PW, accepted_PW, weights_P * part_SP) for part_SP in (is_before_SP, ~is_before_SP)
+    )
+    difference_S = np.abs(after_S - before_S)
+    deviations_S = difference_S / np.sqrt(spread_before_S + spread_after_S)
+    deviations_S[difference_S <= 0.05 * before_S] = 0.0
+    best = int(deviations_S.argmax())
+    return float(times_P[cuts_S[best]]) if deviations_S[best] > deviations else None
+
+
+def _longest_of_parts(
+    at_risk_PW: np.ndarray, accepted_PW: np.ndarray, weights_SP: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """E(W) and its variance for each of S weightings of the reports."""
+    rows_SW, accepted_SW = weights_SP @ at_risk_PW, weights_SP @ accepted_PW
+    hazards_SW = smoothed_hazards(rows_SW, accepted_SW)
+    gradient_SW = token_gradients(hazards_SW)[:, -1]
+    squared_SP = weights_SP * weights_SP
+    squared_SW = squared_SP @ at_risk_PW
+    effective_SW = np.divide(rows_SW**2, squared_SW, out=np.zeros_like(rows_SW), where=squared_SW > 0) + _PSEUDO_ROWS
+    chance_S = (gradient_SW**2 * hazards_SW * (1 - hazards_SW) / effective_SW).sum(axis=1)
+    share_SW = gradient_SW / (rows_SW + _PSEUDO_ROWS)
+    scores_SP = share_SW @ accepted_PW.T - (share_SW * hazards_SW) @ at_risk_PW.T
+    num_S = weights_SP.sum(axis=1) ** 2 / squared_SP.sum(axis=1)
+    between_S = (squared_SP * scores_SP**2).sum(axis=1) * _small_sample(num_S)
+    return expected_tokens(hazards_SW)[:, -1], np.maximum(between_S, chance_S)
+
+
+def _small_sample(num_reports: np.ndarray) -> np.ndarray:
+    """Factor for a variance estimated from so many reports around their own mean."""
+    return num_reports / (np.maximum(num_reports, 1.5) - 1.0)
+
+
+def replica_beliefs(
+    cluster: Belief,
+    at_risk_PW: np.ndarray,
+    accepted_PW: np.ndarray,
+    weights_P: np.ndarray,
+    replicas_P: np.ndarray,
+) -> dict[int, tuple[Belief, float]]:
+    """For each replica with reports: its belief, and the share of it that is its own (0: the cluster's, unchanged).
+
+    The cluster's hazards are the prior. How far replicas may differ from it is learnt from how far they do differ in
+    E(W), beyond what the reports' own noise explains (method of moments); without evidence for it all shares are 0.
+    """
+    numbers, which_P = np.unique(replicas_P, return_inverse=True)
+    num_replicas, width = len(numbers), at_risk_PW.shape[1]
+    if num_replicas < 2:
+        return {int(number): (cluster, 0.0) for number in numbers}
+    rows_RW, accepted_RW, squared_RW = (np.zeros((num_replicas, width)) for _ in range(3))
+    np.add.at(rows_RW, which_P, weights_P[:, None] * at_risk_PW)
+    np.add.at(accepted_RW, which_P, weights_P[:, None] * accepted_PW)
+    np.add.at(squared_RW, which_P, (weights_P**2)[:, None] * at_risk_PW)
+    hazards_RW = (accepted_RW + _OWN_PSEUDO_ROWS * cluster.hazards) / (rows_RW + _OWN_PSEUDO_ROWS)
+    gradient_RW = token_gradients(hazards_RW)[:, -1]
+    # Noise of E(W): chance, times what reports of one replica differ beyond it, pooled over the replicas.
+    chance_RW = hazards_RW * (1 - hazards_RW) * squared_RW / (rows_RW + _OWN_PSEUDO_ROWS) ** 2
+    chance_R = (gradient_RW**2 * chance_RW).sum(axis=1) + 1e-12
+    residuals_PW = (accepted_PW - hazards_RW[which_P] * at_risk_PW) * weights_P[:, None]
+    scores_P = (residuals_PW * (gradient_RW / (rows_RW + _OWN_PSEUDO_ROWS))[which_P]).sum(axis=1)
+    reports_R = np.bincount(which_P)
+    excess = float((scores_P**2).sum() / (chance_R @ np.where(reports_R > 1, 1 - 1 / reports_R, 1.0)))
+    noise_R = chance_R * max(excess, 1.0)
+    spread = _variance_between(expected_tokens(hazards_RW)[:, -1], noise_R)
+    share_R = spread / (spread + noise_R)
+    beliefs = {}
+    for index, number in enumerate(numbers):
+        share = float(share_R[index])
+        if share == 0.0:
+            beliefs[int(number)] = (cluster, 0.0)
+            continue
+        own = np.diag(chance_RW[index] * max(excess, 1.0))
+        hazards = cluster.hazards + share * (hazards_RW[index] - cluster.hazards)
+        covariance = share**2 * own + (1 - share) ** 2 * cluster.covariance
+        beliefs[int(number)] = (Belief.of(hazards, covariance), share)
+    return beliefs
+
+
+def _variance_between(values_R: np.ndarray, noise_R: np.ndarray) -> float:
+    """Variance of the true values (DerSimonian and Laird's moment estimate); 0 unless they differ significantly."""
+    precision = 1.0 / noise_R
+    mean = float(precision @ values_R / precision.sum())
+    distance = float(precision @ (values_R - mean) ** 2)
+    freedom = len(values_R) - 1
+    if distance < freedom + 3.7 * (2 * freedom) ** 0.5:  # chance exceeds it about once in a thousand
+        return 0.0
+    return (distance - freedom) / float(precision.sum() - (precision @ precision) / precision.sum())

@@ -1,0 +1,123 @@
+"""The decision: which draft length for which batch size. A pure function of what is believed.
+
+Tokens per second at a batch size of R rows are R x E(K) / T(R, K). K changes only for a gain above the margin, which is
+positive at the lower 90 % bound too, and not before the dwell time since the last change is over.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.control.hazards import LOWER_90, Belief
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """margin: the least relative gain in tokens/s worth a change. dwell_s: the least time between two changes."""
+
+    margin: float = 0.03
+    dwell_s: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """K of one batch-size bound, since when, and why."""
+
+    draft_len: int
+    since: float = -math.inf
+    reason: str = "the configured schedule"
+
+
+Schedule = dict[int, Setting]  # batch size (inclusive upper bound) -> setting
+StepSeconds = Callable[[int, int], float | None]  # (batch size, K) -> seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What becomes of one bound.
+
+    draft_len: K from now on. best: the length that was weighed against K in force: the best one that may be taken, else
+    the best of all. gain, lower: its relative gain in tokens/s and the lower 90 % bound of it; None: not known.
+    """
+
+    draft_len: int
+    best: int
+    gain: float | None
+    lower: float | None
+    reason: str
+    changes: bool = False
+
+
+def decide(
+    schedule: Mapping[int, Setting],
+    *,
+    draft_lens: Sequence[int],
+    belief: Belief,
+    step_seconds: StepSeconds,
+    now: float,
+    rules: Rules,
+) -> dict[int, Verdict]:
+    """A verdict for every bound of the schedule."""
+    return {
+        bound: _decide_one(
+            bound, setting, draft_lens=draft_lens, belief=belief, step_seconds=step_seconds, now=now, rules=rules
+        )
+        for bound, setting in schedule.items()
+    }
+
+
+def apply(schedule: Mapping[int, Setting], verdicts: Mapping[int, Verdict], *, now: float) -> Schedule:
+    """The schedule with the verdicts' changes."""
+    return {
+        bound: Setting(draft_len=verdict.draft_len, since=now, reason=verdict.reason)
+        if (verdict := verdicts[bound]).changes
+        else setting
+        for bound, setting in schedule.items()
+    }
+
+
+def _decide_one(
+    bound: int,
+    setting: Setting,
+    *,
+    draft_lens: Sequence[int],
+    belief: Belief,
+    step_seconds: StepSeconds,
+    now: float,
+    rules: Rules,
+) -> Verdict:
+    current = setting.draft_len
+    seconds = {length: time for length in draft_lens if (time := step_seconds(bound, length)) is not None}
+    if current not in seconds or len(seconds) < 2:
+        reason = f"K {current} stays: step times at batch size {bound} are not known yet"
+        return Verdict(draft_len=current, best=current, gain=None, lower=None, reason=reason)
+    rate = {length: float(belief.tokens[length]) / time for length, time in seconds.items()}
+    best_first = sorted(rate, key=lambda length: (-rate[length], length))
+    if rate[best_first[0]] <= rate[current]:
+        return Verdict(
+            draft_len=current, best=current, gain=0.0, lower=0.0, reason=f"K {current} stays: none gains tokens/s"
+        )
+    first: Verdict | None = None
+    for best in best_first:
+        if rate[best] <= rate[current]:
+            break
+        log_gain = math.log(rate[best] / rate[current])
+        gain, lower = math.expm1(log_gain), math.expm1(log_gain - LOWER_90 * belief.log_ratio_deviation(best, current))
+        facts = (
+            f"K {best} instead of {current} gains {gain:.1%} tokens/s (lower 90 % bound {lower:.1%}; "
+            f"{belief.tokens[current]:.2f} -> {belief.tokens[best]:.2f} tokens, "
+            f"{seconds[current] * 1e3:.2f} -> {seconds[best] * 1e3:.2f} ms a step)"
+        )
+        if gain <= rules.margin:
+            why_not = f"not above the margin of {rules.margin:.0%}"
+        elif lower <= 0:
+            why_not = "not certain enough"
+        elif now - setting.since < rules.dwell_s:
+            why_not = f"the last change was {now - setting.since:.1f} s ago, under {rules.dwell_s:g} s"
+        else:
+            return Verdict(draft_len=best, best=best, gain=gain, lower=lower, reason=facts, changes=True)
+        if first is None:
+            reason = f"K {current} stays: {facts}; {why_not}"
+            first = Verdict(draft_len=current, best=best, gain=gain, lower=lower, reason=reason)
+    assert first is not None, "the best length gains"
+    return first

@@ -1,0 +1,102 @@
+"""`StepTimes`: seconds of a decode step by (batch size, K) on one accelerator type, as now believed.
+
+Start-up measurements give the shape; decode-only steps in service correct it, first by one common factor (longer
+contexts, a busy host), then pair by pair. Pairs that nobody measured are interpolated.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from cluster.control.messages import CellCounts, StepTime
+from engine.speculative.counters import batch_bucket
+
+_HALF_LIFE_S = 30.0  # of traffic
+_PRIOR_STEPS = 20.0  # what a pair's start-up measurement weighs against steps in service
+_ENOUGH_STEPS = 8.0  # in service, for a pair without a start-up measurement
+
+Pair = tuple[int, int]
+
+
+class StepTimes:
+    """One accelerator type's table. Times `now` are seconds on the traffic clock."""
+
+    def __init__(self) -> None:
+        self._measured: dict[Pair, tuple[float, int]] = {}  # mean seconds, replicas that measured
+        self._served: dict[Pair, np.ndarray] = {}  # decayed [steps, seconds] up to `_at`
+        self._at = 0.0
+        self._table: dict[Pair, float] | None = None
+
+    def measured(self, step_times: Iterable[StepTime]) -> None:
+        """A replica's start-up measurements; those of several replicas are averaged.
+
+        Raises:
+            ValueError: a time that is not positive.
+        """
+        for entry in step_times:
+            if not entry.seconds > 0:
+                raise ValueError(f"step_times: {entry} is not a positive time")
+            mean, num = self._measured.get((entry.batch_bucket, entry.draft_len), (0.0, 0))
+            self._measured[entry.batch_bucket, entry.draft_len] = ((mean * num + entry.seconds) / (num + 1), num + 1)
+        self._table = None
+
+    def served(self, cells: Sequence[CellCounts], *, now: float) -> None:
+        """Differences of a report: decode-only steps and their seconds."""
+        cells = [cell for cell in cells if cell.decode_steps]
+        if not cells:
+            return
+        fade = np.exp2((self._at - now) / _HALF_LIFE_S)
+        for sums in self._served.values():
+            sums *= fade
+        self._at = now
+        for cell in cells:
+            sums = self._served.setdefault((cell.batch_bucket, cell.draft_len), np.zeros(2))
+            sums += (cell.decode_steps, cell.decode_time_s)
+        self._table = None
+
+    def seconds(self, batch_size: int, draft_len: int, *, max_num_seqs: int) -> float | None:
+        """Seconds of a step at this batch size; None when too little is known to say."""
+        if self._table is None:
+            self._table = self._current()
+        bucket = batch_bucket(batch_size, max_num_seqs)
+        known = self._table.get((bucket, draft_len))
+        return known if known is not None else _interpolate(self._table, bucket, draft_len)
+
+    def _current(self) -> dict[Pair, float]:
+        both = [(sums, self._measured[pair][0]) for pair, sums in self._served.items() if pair in self._measured]
+        expected = sum(sums[0] * mean for sums, mean in both)
+        factor = sum(sums[1] for sums, _ in both) / expected if expected > 0 else 1.0
+        table = {pair: mean * factor for pair, (mean, _) in self._measured.items()}
+        for pair, (steps, seconds) in self._served.items():
+            if pair in table:
+                table[pair] = (_PRIOR_STEPS * table[pair] + seconds) / (_PRIOR_STEPS + steps)
+            elif steps >= _ENOUGH_STEPS:
+                table[pair] = seconds / steps
+        return {pair: float(seconds) for pair, seconds in table.items()}
+
+
+def _interpolate(table: dict[Pair, float], bucket: int, draft_len: int) -> float | None:
+    """From the same bucket's other lengths, else from the neighbouring buckets at this length, else None."""
+    same = sorted((length, seconds) for (size, length), seconds in table.items() if size == bucket)
+    if len(same) > 1:
+        return _on_line(same, draft_len)
+    lengths_of: dict[int, list[tuple[int, float]]] = {}
+    for (size, length), seconds in sorted(table.items()):
+        lengths_of.setdefault(size, []).append((length, seconds))
+    points = []
+    for size, lengths in sorted(lengths_of.items()):
+        if any(length == draft_len for length, _ in lengths):
+            points.append((size, dict(lengths)[draft_len]))
+        elif len(lengths) > 1:
+            points.append((size, _on_line(lengths, draft_len)))
+    return _on_line(points, bucket) if len(points) > 1 else None
+
+
+def _on_line(points: list[tuple[int, float]], x: int) -> float:
+    """Linear between the points, and beyond them along the outermost two, but never falling there. Ascending points."""
+    xs, ys = [point[0] for point in points], [point[1] for point in points]
+    if xs[0] <= x <= xs[-1]:
+        return float(np.interp(x, xs, ys))
+    a, b, end = (0, 1, 0) if x < xs[0] else (-2, -1, -1)
+    slope = max((ys[b] - ys[a]) / (xs[b] - xs[a]), 0.0)
+    return max(ys[end] + slope * (x - xs[end]), min(ys) / 2)

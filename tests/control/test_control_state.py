@@ -1,0 +1,220 @@
+"""A controller's state learns from messages, pushes versions that only grow, and heals whatever was lost."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.control.estimate import ControlOptions, ControlState, Push
+from cluster.control.messages import Order, Reply
+from engine.speculative.schedule import ScheduleAck
+from tests.control.messages import DRAFT_LENS, CountingReplica, step_seconds
+
+EASY, HARD = [0.95] * 7, [0.1] * 7
+
+
+class Cluster:
+    """Replicas under one ControlState; a message arrives if `arrives()`."""
+
+    def __init__(self, num: int, *, arrives=lambda: True, options: ControlOptions | None = None) -> None:
+        self.now = 0.0
+        self.arrives = arrives
+        self.options = options
+        self.replicas = {f"r{n}": CountingReplica(f"r{n}", seed=n, static={2: 7, 8: 3}) for n in range(num)}
+        self.applied: dict[str, list[tuple[int, int]]] = {name: [] for name in self.replicas}
+        self.restart_controller()
+
+    def restart_controller(self) -> None:
+        self.state = ControlState(started_at=self.now, options=self.options)
+
+    def take(self, replica: CountingReplica, version, schedule) -> ScheduleAck:
+        """What an engine does with a schedule."""
+        applied = version > replica.version
+        if applied:
+            replica.version, replica.schedule = version, dict(schedule)
+            self.applied[replica.replica_id].append(version)
+        return ScheduleAck(applied=applied, version=replica.version, schedule=replica.schedule)
+
+    def push(self, pushes: list[Push]) -> None:
+        for push in pushes:
+            if self.arrives():
+                ack = self.take(self.replicas[push.replica_id], push.version, push.schedule)
+                if self.arrives():
+                    self.state.acknowledged(push.replica_id, ack)
+
+    def answer(self, replica: CountingReplica, reply: Reply) -> None:
+        if not self.arrives():
+            return
+        if reply.must_register:
+            self.answer(replica, self.state.register(replica.registration(), now=self.now))
+        elif reply.version is not None:
+            self.take(replica, reply.version, reply.schedule)
+
+    def run(self, seconds: int, hazards=lambda name: EASY, *, rows: int = 8, silent: tuple[str, ...] = ()) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            for name, replica in self.replicas.items():
+                draft_len = replica.schedule[min(bound for bound in replica.schedule if bound >= rows)]
+                replica.decode(rows=rows, draft_len=draft_len, hazards=hazards(name), steps=20, scored=7)
+                if name not in silent and self.arrives():
+                    self.answer(replica, self.state.report(replica.report(), now=self.now))
+            self.push(self.state.decide(now=self.now))
+
+    def draft_lens(self, rows: int = 8) -> set[int]:
+        return {replica.schedule[rows] for replica in self.replicas.values()}
+
+
+def best(hazards: list[float], rows: int) -> int:
+    tokens = [1.0]
+    for k in range(1, 8):
+        tokens.append(tokens[-1] + hazards[0] ** k)
+    return max(DRAFT_LENS, key=lambda k: tokens[k] / step_seconds(rows, k))
+
+
+def test_draft_lengths_follow_the_traffic_and_every_replica_has_them() -> None:
+    cluster = Cluster(4)
+    for hazards in (EASY, HARD, EASY):
+        cluster.run(12, lambda name, h=hazards: h)
+        assert cluster.draft_lens() == {best(hazards, 8)}
+        assert cluster.draft_lens(1) == {best(hazards, 1)}  # batch sizes without traffic as well
+    assert best(EASY, 8) != best(HARD, 8)
+    line = next(iter(cluster.state.lines.values()))
+    assert "gains" in line.schedule[8].reason
+
+
+def test_steady_traffic_leads_to_no_more_changes() -> None:
+    cluster = Cluster(4)
+    cluster.run(15)
+    changes = cluster.state.num_changes
+    cluster.run(120)
+    assert cluster.state.num_changes == changes
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_loss_heals_and_versions_only_grow(seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = Cluster(3, arrives=lambda: rng.random() < 0.6)
+    cluster.run(10)
+    if rng.random() < 0.5:
+        cluster.restart_controller()
+    cluster.run(12, lambda name: HARD)
+    cluster.arrives = lambda: True
+    cluster.run(6, lambda name: HARD)
+    assert cluster.draft_lens() == {best(HARD, 8)}
+    for name, versions in cluster.applied.items():
+        assert versions == sorted(set(versions))
+        assert cluster.replicas[name].version == cluster.state.replicas[name].target
+
+
+def test_a_new_controller_listens_first_and_goes_on_with_a_greater_epoch_from_where_the_last_one_was() -> None:
+    cluster = Cluster(3)
+    cluster.run(10, lambda name: HARD)
+    (before,) = {tuple(replica.schedule.items()) for replica in cluster.replicas.values()}
+    assert {replica.version[0] for replica in cluster.replicas.values()} == {1}
+    cluster.restart_controller()
+    for replica in cluster.replicas.values():
+        cluster.state.register(replica.registration(), now=cluster.now)
+    assert cluster.state.decide(now=cluster.now + 1.9) == []
+    pushes = cluster.state.decide(now=cluster.now + 2.0)
+    assert [push.version for push in pushes] == [(2, 1)] * 3
+    assert {tuple(push.schedule.items()) for push in pushes} == {before}
+
+
+def test_a_controller_that_sees_a_greater_epoch_is_superseded_and_pushes_nothing() -> None:
+    cluster = Cluster(2)
+    cluster.run(5)
+    cluster.replicas["r0"].version = (7, 1)
+    cluster.run(1, lambda name: HARD)
+    assert cluster.state.is_superseded
+    cluster.run(8, lambda name: HARD)
+    assert cluster.replicas["r1"].version[0] == 1
+
+
+def test_a_replica_that_fell_back_to_its_own_schedule_gets_the_cluster_s_again() -> None:
+    cluster = Cluster(2)
+    cluster.run(12, lambda name: HARD)
+    replica = cluster.replicas["r0"]
+    cluster.take(replica, (replica.version[0], replica.version[1] + 1), replica.static)
+    cluster.answer(replica, cluster.state.register(replica.registration(), now=cluster.now))
+    assert cluster.draft_lens() == {best(HARD, 8)}
+    assert cluster.replicas["r0"].version > cluster.replicas["r1"].version
+
+
+def test_a_replica_with_other_traffic_gets_its_own_schedule_and_returns() -> None:
+    cluster = Cluster(4)
+    cluster.run(15, lambda name: HARD if name == "r0" else EASY)
+    assert cluster.replicas["r0"].schedule[8] == best(HARD, 8)
+    assert {cluster.replicas[name].schedule[8] for name in ("r1", "r2", "r3")} == {best(EASY, 8)}
+    cluster.run(40)
+    assert cluster.draft_lens() == {best(EASY, 8)}
+    shared = Cluster(4, options=ControlOptions(corrects_replicas=False))
+    shared.run(15, lambda name: HARD if name == "r0" else EASY)
+    assert len(shared.draft_lens()) == 1
+
+
+def test_a_cold_replica_gets_what_the_cluster_knows_at_once() -> None:
+    cluster = Cluster(2)
+    cluster.run(12, lambda name: HARD)
+    late = CountingReplica("late", seed=9, static={8: 7})
+    reply = cluster.state.register(late.registration(), now=cluster.now)
+    assert reply.schedule is not None and reply.schedule[8] == best(HARD, 8)
+    assert reply.version == cluster.replicas["r0"].version
+
+
+def test_a_rollout_that_changes_the_declared_lengths_keeps_what_was_learnt() -> None:
+    cluster = Cluster(2)
+    cluster.run(12, lambda name: HARD)
+    new = CountingReplica("new", seed=9, static={8: 7})
+    registration = new.registration(draft_lens=(0, 1, 4, 7), max_num_seqs=16)
+    cluster.state.register(registration, now=cluster.now)
+    (push,) = [p for p in cluster.state.decide(now=cluster.now + 0.1) if p.replica_id == "new"]
+    assert set(push.schedule) == {1, 2, 4, 8, 16} and push.schedule[8] in (0, 1)
+
+
+def test_silent_replicas_are_forgotten_and_idleness_is_noticed() -> None:
+    cluster = Cluster(2)
+    assert cluster.state.idle_since == 0.0
+    cluster.run(5)
+    assert cluster.state.idle_since is None
+    cluster.run(12, silent=("r0",))
+    assert set(cluster.state.replicas) == {"r1"}
+    cluster.run(11, silent=("r0", "r1"))
+    assert cluster.state.replicas == {} and cluster.state.idle_since == cluster.now - 0.0
+    cluster.run(1)
+    assert set(cluster.state.replicas) == {"r0", "r1"}
+
+
+def test_a_pin_and_a_freeze_hold_also_for_the_next_controller_until_released() -> None:
+    cluster = Cluster(2)
+    cluster.run(12)
+    cluster.push(cluster.state.give(Order(mode="pin", issued_at=1.0, schedule={8: 2}), now=cluster.now))
+    assert cluster.draft_lens() == {2}
+    order = cluster.state.report(cluster.replicas["r0"].report(), now=cluster.now).order
+    cluster.restart_controller()
+    for replica in cluster.replicas.values():
+        cluster.state.register(replica.registration(order=order), now=cluster.now)
+    cluster.run(8, lambda name: HARD)
+    assert cluster.draft_lens() == {2}
+    cluster.push(cluster.state.give(Order(mode="release", issued_at=2.0), now=cluster.now))
+    cluster.run(2, lambda name: HARD)
+    assert cluster.draft_lens() == {best(HARD, 8)}
+    cluster.push(cluster.state.give(Order(mode="freeze", issued_at=3.0), now=cluster.now))
+    cluster.run(12)
+    assert cluster.draft_lens() == {best(HARD, 8)}
+    with pytest.raises(ValueError, match="max_draft_len=7"):
+        cluster.state.give(Order(mode="pin", issued_at=4.0, schedule={8: 9}), now=cluster.now)
+
+
+@pytest.mark.parametrize("changes", [{"protocol": 2}, {"draft_lens": (1, 2)}, {"max_num_seqs": 0}])
+def test_registrations_that_make_no_sense_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Cluster(1).state.register(CountingReplica("x", seed=0, static={8: 3}).registration(**changes), now=0.0)
+
+
+def test_what_decides_knows_no_ray() -> None:
+    code = "import sys, cluster.control.estimate; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

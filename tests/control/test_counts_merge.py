@@ -1,0 +1,112 @@
+"""Lost, repeated and late reports change nothing; idle time ages nothing; old traffic fades."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.control.counts import HALF_LIFE_S, DifferenceLog, ReplicaCounts, TrafficClock
+from cluster.control.messages import CellCounts, report_interval_s
+from tests.control.messages import CountingReplica
+
+
+def total(cells: list[CellCounts]) -> dict[str, object]:
+    positions = np.zeros((2, 16), dtype=int)
+    for cell in cells:
+        positions[0, : len(cell.at_risk)] += np.array(cell.at_risk, dtype=int)
+        positions[1, : len(cell.accepted)] += np.array(cell.accepted, dtype=int)
+    return {
+        "steps": sum(cell.steps for cell in cells),
+        "rows": sum(cell.rows for cell in cells),
+        "decode_steps": sum(cell.decode_steps for cell in cells),
+        "time": pytest.approx(sum(cell.decode_time_s for cell in cells)),
+        "positions": positions.tolist(),
+    }
+
+
+@given(st.integers(0, 2**32), st.integers(0, 3))
+def test_any_loss_repetition_and_order_leaves_the_totals_right(seed: int, num_before: int) -> None:
+    rng = random.Random(seed)
+    replica = CountingReplica("r", seed=seed, static={8: 3})
+    for _ in range(num_before):  # what a replica did before it registered is not learnt
+        replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
+    before = list(replica.cells)
+    counts = ReplicaCounts(incarnation=1, sequence=0, cells=before)
+    reports = []
+    for _ in range(12):
+        replica.decode(rows=rng.choice([1, 4]), draft_len=rng.choice([0, 3, 7]), hazards=[0.7] * 7, steps=3)
+        reports.append(replica.report())
+    delivered = [r for r in reports[:-1] if rng.random() < 0.6]
+    delivered += rng.choices(delivered, k=4) if delivered else []
+    rng.shuffle(delivered)
+    delivered.append(reports[-1])
+    learnt = [
+        cell
+        for report in delivered
+        for cell in counts.absorb(incarnation=1, sequence=report.sequence, cells=report.cells)
+    ]
+    everything, at_start = total(list(replica.cells)), total(before)
+    found = total(learnt)
+    for key in ("steps", "rows", "decode_steps"):
+        assert found[key] == everything[key] - at_start[key]
+    assert np.array_equal(found["positions"], np.subtract(everything["positions"], at_start["positions"]))
+
+
+def test_reports_of_another_incarnation_do_not_count() -> None:
+    replica = CountingReplica("r", seed=1, static={8: 3})
+    replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
+    counts = ReplicaCounts(incarnation=2, sequence=0, cells=())
+    assert counts.absorb(incarnation=1, sequence=9, cells=replica.cells) == []
+    assert counts.absorb(incarnation=2, sequence=1, cells=replica.cells) == list(replica.cells)
+
+
+def test_counts_that_shrink_are_refused() -> None:
+    replica = CountingReplica("r", seed=1, static={8: 3})
+    replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
+    old = replica.cells
+    replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
+    counts = ReplicaCounts(incarnation=1, sequence=0, cells=replica.cells)
+    with pytest.raises(ValueError, match="smaller"):
+        counts.absorb(incarnation=1, sequence=1, cells=old)
+
+
+def test_the_clock_counts_traffic_and_cuts_gaps() -> None:
+    clock = TrafficClock()
+    assert [clock.traffic_at(now, longest_gap_s=2.0) for now in (100.0, 101.0, 100.5, 600.0, 601.0)] == [
+        0.0,
+        1.0,
+        1.0,
+        3.0,
+        4.0,
+    ]
+
+
+def test_weights_halve_and_old_rows_leave_a_log_that_grows_and_widens() -> None:
+    cell = CellCounts(
+        batch_bucket=1,
+        draft_len=2,
+        steps=1,
+        rows=4,
+        decode_steps=0,
+        decode_time_s=0.0,
+        at_risk=(4, 2),
+        accepted=(2, 1),
+    )
+    log = DifferenceLog(width=2)
+    for index in range(1000):
+        log.add(time=index * 0.1, replica=index % 3, cells=[cell, cell])
+        if index == 500:
+            log.widen(5)
+    assert log.at_risk_PW.shape == (301, 5)  # 30 s of 10 rows a second
+    assert (log.at_risk_PW == (8, 4, 0, 0, 0)).all() and (log.accepted_PW == (4, 2, 0, 0, 0)).all()
+    assert (log.replicas_P == np.arange(699, 1000) % 3).all()
+    assert np.allclose(log.times_P, np.arange(699, 1000) * 0.1)
+    weights = log.weights(log.times_P[-1])
+    assert weights[-1] == 1.0 and weights[-1 - round(HALF_LIFE_S * 10)] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("num", "seconds"), [(1, 1.0), (250, 1.0), (1000, 4.0), (9000, 10.0)])
+def test_report_interval_keeps_the_rate_at_250_a_second(num: int, seconds: float) -> None:
+    assert report_interval_s(num) == seconds

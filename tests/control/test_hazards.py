@@ -1,0 +1,125 @@
+"""Hazards are right where acceptance per step is censored, and their uncertainty is what repeated trials show."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from cluster.control.hazards import Belief, changed_since, expected_tokens, replica_beliefs, token_gradients
+from tests.control.messages import CountingReplica
+
+HAZARDS = st.integers(1, 8).flatmap(lambda width: arrays(float, width, elements=st.floats(0.0, 1.0)))
+
+
+def summed(replica: CountingReplica, width: int) -> tuple[np.ndarray, np.ndarray]:
+    at_risk, accepted = np.zeros(width), np.zeros(width)
+    for cell in replica.cells:
+        at_risk[: len(cell.at_risk)] += cell.at_risk
+        accepted[: len(cell.accepted)] += cell.accepted
+    return at_risk, accepted
+
+
+def test_varying_draft_lengths_censor_acceptance_per_step_but_not_hazards() -> None:
+    hazards = [0.7, 0.6, 0.45]
+    true_third = 0.7 * 0.6 * 0.45  # 0.189
+    replica = CountingReplica("r", seed=3, static={8: 3})
+    for draft_len in (1, 3):  # half of the steps never try a third draft
+        replica.decode(rows=8, draft_len=draft_len, hazards=hazards, steps=20000)
+    at_risk, accepted = summed(replica, 3)
+    assert accepted[2] / sum(cell.rows for cell in replica.cells) == pytest.approx(true_third / 2, abs=0.003)
+    belief = Belief.from_reports(at_risk[None], accepted[None], np.ones(1))
+    assert belief.tokens[3] - belief.tokens[2] == pytest.approx(true_third, abs=0.003)
+
+
+@given(HAZARDS)
+def test_expected_tokens_equal_the_sum_over_outcomes(hazards: np.ndarray) -> None:
+    for draft_len in range(len(hazards) + 1):
+        expected, alive = 0.0, 1.0
+        for accepted in range(draft_len):  # exactly `accepted` drafts, then the target's own token
+            expected += alive * (1 - hazards[accepted]) * (accepted + 1)
+            alive *= hazards[accepted]
+        expected += alive * (draft_len + 1)
+        assert expected_tokens(hazards)[draft_len] == pytest.approx(expected)
+
+
+@given(HAZARDS)
+def test_gradients_equal_differences(hazards: np.ndarray) -> None:
+    gradients = token_gradients(hazards)
+    for index in range(len(hazards)):
+        up, down = hazards.copy(), hazards.copy()
+        up[index] += 1e-4
+        down[index] -= 1e-4
+        difference = (expected_tokens(up) - expected_tokens(down)) / 2e-4
+        assert np.allclose(gradients[:, index], difference, atol=1e-6)
+
+
+@pytest.mark.parametrize("request_spread", [0.0, 0.15])
+def test_the_deviation_of_a_gain_is_what_repeated_trials_show(request_spread: float) -> None:
+    """Reports of a few requests each; the requests differ by `request_spread` in hazard."""
+    rng = np.random.default_rng(5)
+    logs, deviations = [], []
+    for _ in range(300):
+        at_risk, accepted = np.zeros((20, 3)), np.zeros((20, 3))
+        for row in range(20):
+            hazard = np.clip(rng.normal(0.6, request_spread), 0.05, 0.95)
+            alive = 60
+            for position in range(3):
+                at_risk[row, position] = alive
+                alive = rng.binomial(alive, hazard)
+                accepted[row, position] = alive
+        belief = Belief.from_reports(at_risk, accepted, np.exp2(-np.arange(20) / 8.0))
+        logs.append(np.log(belief.tokens[3] / belief.tokens[1]))
+        deviations.append(belief.log_ratio_deviation(3, 1))
+    assert np.mean(deviations) == pytest.approx(np.std(logs), rel=0.2)
+
+
+def test_an_unobserved_position_is_guessed_from_the_one_before_with_little_certainty() -> None:
+    at_risk, accepted = np.array([[1000.0, 800.0, 0.0, 0.0]]), np.array([[800.0, 640.0, 0.0, 0.0]])
+    belief = Belief.from_reports(at_risk, accepted, np.ones(1))
+    assert belief.hazards == pytest.approx([0.8] * 4, abs=0.01)
+    assert np.sqrt(np.diag(belief.covariance))[2:] == pytest.approx([0.2, 0.2], abs=0.01)
+
+
+def reports(hazards: list[float], times: np.ndarray, *, seed: int, replica: int = 0) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    at_risk, accepted = np.zeros((len(times), len(hazards))), np.zeros((len(times), len(hazards)))
+    alive = np.full(len(times), 200)
+    for position, hazard in enumerate(hazards):
+        at_risk[:, position] = alive
+        alive = rng.binomial(alive, hazard)
+        accepted[:, position] = alive
+    return times, at_risk, accepted, np.full(len(times), replica)
+
+
+def test_a_change_of_traffic_is_found_where_it_was_and_nowhere_else() -> None:
+    false_alarms = 0
+    for seed in range(40):
+        times, at_risk, accepted, _ = reports([0.7] * 5, np.arange(100) * 0.1, seed=seed)
+        weights = np.exp2((times - times[-1]) / 5)
+        false_alarms += changed_since(times, at_risk, accepted, weights, deviations=4.5) is not None
+        changed = reports([0.5] * 5, times, seed=seed + 1000)
+        is_late = times > 8.0
+        mixed = [
+            np.where(is_late[:, None], new, old) for new, old in zip(changed[1:3], (at_risk, accepted), strict=True)
+        ]
+        found = changed_since(times, *mixed, weights, deviations=4.5)
+        assert found is not None and abs(found - 8.0) <= 0.5
+    assert false_alarms == 0
+
+
+def test_replicas_with_equal_traffic_share_one_belief_and_others_get_their_own() -> None:
+    times = np.arange(20) * 1.0
+
+    def beliefs(curves: list[list[float]], seed: int) -> dict[int, tuple[Belief, float]]:
+        parts = [reports(curve, times, seed=seed + 100 * n, replica=n) for n, curve in enumerate(curves)]
+        _, at_risk, accepted, replicas = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        weights = np.exp2((np.concatenate([times] * len(curves)) - times[-1]) / 5)
+        cluster = Belief.from_reports(at_risk, accepted, weights)
+        return replica_beliefs(cluster, at_risk, accepted, weights, replicas)
+
+    shared = [share for seed in range(50) for _, share in beliefs([[0.7] * 5] * 8, seed).values()]
+    assert sum(share > 0.3 for share in shared) <= 4  # of 400
+    for number, (belief, share) in beliefs([[0.9] * 5, [0.5] * 5, [0.7] * 5], 1).items():
+        assert share > 0.9
+        assert belief.hazards == pytest.approx([[0.9, 0.5, 0.7][number]] * 5, abs=0.06)
