@@ -149,6 +149,12 @@ class EngineSection(Section):
         description="What the ranks all-gather for the drafter: every captured hidden state, or the fused feature. "
         "Results are equal; fused moves fewer bytes.",
     )
+    drafter_weights: Literal["auto", "model", "int8"] = Field(
+        default="auto",
+        json_schema_extra=RESTART,
+        description="Type of the drafter's weights: the model's, or 8 bits (CPU), which changes drafts, never output. "
+        "auto: 8 bits where the CPU kernel for them runs.",
+    )
     drafter_tensor_parallel: bool = Field(
         default=True,
         json_schema_extra=RESTART,

@@ -16,6 +16,7 @@ class EngineConfig:
     num_blocks:      KV blocks including the null block 0.
     load_format, drafter_load_format: auto, safetensors, or dummy (random weights, for measurements without a
         checkpoint; only in a config made by hand, such as for `LLM.from_config`: the resolver refuses it).
+    drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only).
     pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
     """
 
@@ -32,6 +33,7 @@ class EngineConfig:
     tensor_parallel_size: int
     drafter_tensor_parallel: bool
     hidden_state_gather: Literal["taps", "fused"]
+    drafter_weights: Literal["model", "int8"] = "model"
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int

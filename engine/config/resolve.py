@@ -15,6 +15,7 @@ from engine.config.draft_lengths import check_max_draft_len, resolve_choices, re
 from engine.config.engine import EngineConfig
 from engine.config.machine import Machine, probe_machine
 from engine.config.model import DrafterConfig, TargetConfig, parse_drafter_config, parse_target_config
+from engine.layers.cpu_jit import unavailable_reason
 from engine.weights.checkpoint import checkpoint_dtype, checkpoint_identity, count_parameters
 from engine.weights.progress import Progress
 from engine.weights.source import fetch
@@ -36,6 +37,7 @@ def resolve_engine_config(
     tensor_parallel_size: int = 1,
     drafter_tensor_parallel: bool = True,
     hidden_state_gather: str = "fused",
+    drafter_weights: str = "auto",
     device: str = "cpu",
     threads: int | None = None,
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
@@ -59,6 +61,8 @@ def resolve_engine_config(
     target's positions. threads: per rank, default the physical cores over the ranks. num_blocks or
     kv_cache_memory_bytes: size of the KV cache per rank. pipeline_depth: default 0 on the CPU, 1 on CUDA.
     draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len.
+    drafter_weights: "model" (the engine's dtype), "int8", or "auto": int8 where the CPU kernel for it runs. Rounded
+    weights change drafts, never output.
     machine: facts to size things by, default those of this process.
 
     Raises:
@@ -69,6 +73,7 @@ def resolve_engine_config(
         dtype=dtype,
         device=device,
         hidden_state_gather=hidden_state_gather,
+        drafter_weights=drafter_weights,
         load_format=load_format,
         pipeline_depth=pipeline_depth,
         at_least_one={
@@ -124,6 +129,7 @@ def resolve_engine_config(
         tensor_parallel_size=tensor_parallel_size,
         drafter_tensor_parallel=drafter_tensor_parallel,
         hidden_state_gather=cast(Literal["taps", "fused"], hidden_state_gather),
+        drafter_weights=_resolve_drafter_weights(drafter_weights, drafter, device, resolved_dtype),
         max_model_len=resolved_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -153,6 +159,7 @@ def _check_options(
     dtype: str,
     device: str,
     hidden_state_gather: str,
+    drafter_weights: str,
     load_format: str,
     pipeline_depth: int | None,
     at_least_one: dict[str, int | None],
@@ -161,6 +168,7 @@ def _check_options(
     _one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
     _one_of("device", device, ("cpu", "cuda"))
     _one_of("hidden_state_gather", hidden_state_gather, ("taps", "fused"))
+    _one_of("drafter_weights", drafter_weights, ("auto", "model", "int8"))
     _one_of("load_format", load_format, _LOAD_FORMATS)
     if pipeline_depth not in (None, 0, 1):
         raise ValueError(f"pipeline_depth: must be 0 or 1, got {pipeline_depth!r}")
@@ -169,6 +177,23 @@ def _check_options(
             raise ValueError(f"{name}: must be at least 1, got {value}")
     if device == "cuda" and machine.accelerator is None:
         raise ValueError("device: 'cuda' needs an NVIDIA GPU and a CUDA build of torch, and none is visible; use 'cpu'")
+
+
+def _resolve_drafter_weights(
+    asked: str, drafter: DrafterConfig | None, device: str, dtype: str
+) -> Literal["model", "int8"]:
+    obstacle: str | None
+    if drafter is None:
+        obstacle = "there is no drafter (no speculative_config)"
+    elif device != "cpu":
+        obstacle = f"8-bit weights are a CPU format, and device is '{device}'"
+    elif dtype != "bfloat16":
+        obstacle = f"8-bit weights need dtype 'bfloat16', not '{dtype}'"
+    else:
+        obstacle = unavailable_reason()
+    if asked == "int8" and obstacle is not None:
+        raise ValueError(f"drafter_weights: 'int8' cannot be had: {obstacle}; use 'auto' or 'model'")
+    return "model" if asked == "model" or obstacle is not None else "int8"
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

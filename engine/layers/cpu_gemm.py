@@ -14,15 +14,17 @@ from torch import Tensor
 
 from engine.layers.cpu_gemm_ir import module_ir
 from engine.layers.cpu_jit import KERNEL_DTYPES, compile_ir
-from engine.layers.cpu_tile_ir import PANEL, WeightType
+from engine.layers.cpu_tile_ir import PANEL, GemmWeight
 
 # Rows x k up to which the kernel widens x itself, on the calling thread and its stack (256 KiB); above, torch does it
 # on all threads. A call to torch costs several us when the weights have just swept the caches.
 MAX_SELF_WIDENED = 64 * 1024
-_ALIGN = 32
+ALIGN = 32  # bytes, of weights, bias and scales
 
 
-class _Layer(ctypes.Structure):
+class GemmLayer(ctypes.Structure):
+    """The kernel's view of a matrix. k: in steps of `cpu_tile_ir.panel_bytes_per_step`."""
+
     _fields_ = [
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -31,12 +33,14 @@ class _Layer(ctypes.Structure):
         ("panels", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("out_f32", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
     ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Compiled entry points of one weight type. `engine` owns their machine code and must outlive them."""
+    """Compiled entry points of one weight type, by the type of x (int8 weights take bfloat16 alone). `engine` owns
+    their machine code and must outlive them."""
 
     from_float32: Any
     from_bfloat16: Any
@@ -44,14 +48,14 @@ class Kernels:
 
 
 @functools.cache
-def load_kernels(weight: WeightType) -> Kernels:
+def load_kernels(weight: GemmWeight) -> Kernels:
     """Compiles the kernel of a weight type: a fraction of a second, once per process."""
     engine = compile_ir(module_ir(weight))
     pointer, length = ctypes.c_void_p, ctypes.c_int64
     # CFUNCTYPE, not PYFUNCTYPE: the GIL is free while the kernel runs.
     kind = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, length)
     return Kernels(
-        from_float32=kind(engine.get_function_address("gemm_float32")),
+        from_float32=None if weight == "int8" else kind(engine.get_function_address("gemm_float32")),
         from_bfloat16=kind(engine.get_function_address("gemm_bfloat16")),
         engine=engine,
     )
@@ -91,9 +95,9 @@ class PackedMatrix:
         self._bias = torch.zeros(self.packed.shape[0] * PANEL, dtype=torch.float32)
         if bias_O is not None:
             self._bias[: self.o] = bias_O.detach()
-        assert self.packed.data_ptr() % _ALIGN == 0
-        assert self._bias.data_ptr() % _ALIGN == 0
-        self._layer = _Layer(
+        assert self.packed.data_ptr() % ALIGN == 0
+        assert self._bias.data_ptr() % ALIGN == 0
+        self._layer = GemmLayer(
             self.packed.data_ptr(),
             self._bias.data_ptr(),
             self.k,
@@ -101,6 +105,7 @@ class PackedMatrix:
             self.packed.shape[0],
             threads,
             out_dtype == torch.float32,
+            None,
         )
         self._address = ctypes.addressof(self._layer)
         kernels = load_kernels(KERNEL_DTYPES[weight_OK.dtype])

@@ -1,10 +1,12 @@
 """LLVM IR of the CPU matrix kernel behind `engine.layers.cpu_gemm`: a pure function from weight type to module text.
 
-out[r, o] = bias[o] + sum over k of x[r, k] * weight[o, k], products and sums in float32, one rounding at the end.
+out[r, o] = bias[o] + sum over k of x[r, k] * weight[o, k], products and sums in float32, one rounding at the end. int8:
+x is quantised per row to 16-bit integers, the integer sums are exact and then scaled by row and output.
 
 Weights come in panels of 16 outputs, `[panels][k][16]`, so that vector lanes are outputs and one broadcast of x[r, k]
 meets two 8-lane registers of weights. A bfloat16 panel stores, for each k, eight 32-bit words whose low half is output
-j and whose high half is output j + 8: a shift and a mask widen sixteen weights exactly.
+j and whose high half is output j + 8: a shift and a mask widen sixteen weights exactly. An int8 panel stores, for each
+pair of k, both weights of output 0, of output 1, and so on.
 
 A panel is read from memory once for up to MAX_TILE_ROWS rows, and from the cache for further blocks of rows. While a
 block computes, it prefetches its share of the thread's next panels. Threads split the panels in contiguous ranges (the
@@ -12,36 +14,41 @@ hardware prefetcher likes them) and, once done, take what others have left. They
 that torch itself uses (`GOMP_parallel`), so the two never compete for cores.
 """
 
+from engine.layers.cpu_quantise_ir import QUANTISE
 from engine.layers.cpu_tile_ir import (
     ACC_STRIDE,
-    FINISH,
-    MAX_TILE_ROWS,
     PANEL,
     WIDE_TILE_ROWS,
     WIDEN,
-    WeightType,
-    panel_bytes_per_k,
+    GemmWeight,
+    finish_ir,
+    max_tile_rows,
+    panel_bytes_per_step,
     tile_ir,
 )
 
 PANELS_PER_GRAB = 2  # a thread takes this many panels at a time: the most that a wide tile uses at once
 
 _DECLARATIONS = """
-; weights, bias[16 * panels], k, o, panels, threads, 1 for a float32 output (0: bfloat16)
-%Layer = type { ptr, ptr, i64, i64, i64, i64, i64 }
-; layer, x (float32 [rows, k]), out [rows, o], rows, next thread's number, panel counters of the threads, 64 bytes apart
-%Job = type { ptr, ptr, ptr, i64, i64, ptr }
+; weights, bias[16 * panels], k, o, panels, threads, 1 for a float32 output (0: bfloat16), int8: scale[16 * panels]
+; k and the rows of x are in steps of `panel_bytes_per_step`
+%Layer = type { ptr, ptr, i64, i64, i64, i64, i64, ptr }
+; layer, x (float32 [rows, k] or int8's pairs), out [rows, o], rows, next thread's number, panel counters of the
+; threads, 64 bytes apart, int8: scale[rows]
+%Job = type { ptr, ptr, ptr, i64, i64, ptr, ptr }
 declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>)
+declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
 """
 
 
-def _worker(weight: WeightType) -> str:
+def _worker(weight: GemmWeight) -> str:
     """Function worker(job), run by every thread. Rows go in blocks of up to MAX_TILE_ROWS, as equal as they can be."""
-    k_bytes = panel_bytes_per_k(weight)
-    tiles = [(m, 1) for m in range(1, MAX_TILE_ROWS + 1)] + [(m, 2) for m in range(1, WIDE_TILE_ROWS + 1)]
+    k_bytes = panel_bytes_per_step(weight)
+    max_rows = max_tile_rows(weight)
+    tiles = [(m, 1) for m in range(1, max_rows + 1)] + [(m, 2) for m in range(1, WIDE_TILE_ROWS + 1)]
     narrow = " ".join(f"i64 {m}, label %tile_{m}_1" for m, panels in tiles if panels == 1)
     wide = " ".join(f"i64 {m}, label %tile_{m}_2" for m, panels in tiles if panels == 2)
     calls = "\n".join(
@@ -62,13 +69,14 @@ def _worker(weight: WeightType) -> str:
                 ("panels", "i64"),
                 ("threads", "i64"),
                 ("out_f32", "i64"),
+                ("scale", "ptr"),
             ]
         )
     )
     return f"""
 define void @worker(ptr %job) {{
 entry:
-  %acc = alloca [{MAX_TILE_ROWS * ACC_STRIDE} x float], align 32
+  %acc = alloca [{max_rows * ACC_STRIDE} x float], align 32
   %layer = load ptr, ptr %job
 {layer}
   %at.x = getelementptr %Job, ptr %job, i32 0, i32 1
@@ -80,12 +88,14 @@ entry:
   %at.ticket = getelementptr %Job, ptr %job, i32 0, i32 4
   %at.counters = getelementptr %Job, ptr %job, i32 0, i32 5
   %counters = load ptr, ptr %at.counters
+  %at.row_scale = getelementptr %Job, ptr %job, i32 0, i32 6
+  %row_scale = load ptr, ptr %at.row_scale
   %panel_bytes = mul i64 %k, {k_bytes}
   %grab_bytes = mul i64 %panel_bytes, {PANELS_PER_GRAB}
   %is_f32 = icmp ne i64 %out_f32, 0
   %out_esz = select i1 %is_f32, i64 4, i64 2
-  %rows_up = add i64 %rows, {MAX_TILE_ROWS - 1}
-  %blocks = udiv i64 %rows_up, {MAX_TILE_ROWS}
+  %rows_up = add i64 %rows, {max_rows - 1}
+  %blocks = udiv i64 %rows_up, {max_rows}
   %block_rows = udiv i64 %rows, %blocks
   %longer_blocks = urem i64 %rows, %blocks
   %ahead_step = udiv i64 64, %blocks
@@ -142,6 +152,8 @@ pick_narrow:
 finish:
   %col = mul i64 %p, {PANEL}
   %bias_c = getelementptr float, ptr %bias, i64 %col
+  %scale_c = getelementptr float, ptr %scale, i64 %col
+  %scale_r = getelementptr float, ptr %row_scale, i64 %row
   %out_pos = add i64 %out_row, %col
   %out_b = mul i64 %out_pos, %out_esz
   %out_c = getelementptr i8, ptr %out, i64 %out_b
@@ -149,7 +161,8 @@ finish:
   %cols_tile = mul i64 %taken, {PANEL}
   %cols_less = icmp slt i64 %cols_left, %cols_tile
   %cols = select i1 %cols_less, i64 %cols_left, i64 %cols_tile
-  call void @finish(ptr %acc, i64 %m, ptr %bias_c, ptr %out_c, i64 %o, i64 %cols, i64 %out_f32)
+  call void @finish(ptr %acc, i64 %m, ptr %bias_c, ptr %out_c, i64 %o, i64 %cols, i64 %out_f32,
+      ptr %scale_c, ptr %scale_r)
   %p_next = add i64 %p, %taken
   %more_p = icmp slt i64 %p_next, %end
   br i1 %more_p, label %panel, label %block_end
@@ -168,17 +181,25 @@ done:
 """
 
 
-def _entry_points() -> str:
-    """gemm_float32 and gemm_bfloat16(layer, x, out, rows); the latter widens x on its stack, so rows * k is small."""
-    body = """
+_ENTRY_HEAD = """
+  %at.k = getelementptr %Layer, ptr %layer, i32 0, i32 2
+  %k = load i64, ptr %at.k
+  %at.panels = getelementptr %Layer, ptr %layer, i32 0, i32 4
+  %panels = load i64, ptr %at.panels
+  %at.threads = getelementptr %Layer, ptr %layer, i32 0, i32 5
+  %threads = load i64, ptr %at.threads
+  %counter_bytes = mul i64 %threads, 64"""
+
+_ENTRY_BODY = """
   %counters = alloca i8, i64 %counter_bytes, align 64
   %job = alloca %Job, align 64
   %j0 = insertvalue %Job zeroinitializer, ptr %layer, 0
-  %j1 = insertvalue %Job %j0, ptr %x32, 1
+  %j1 = insertvalue %Job %j0, ptr %X, 1
   %j2 = insertvalue %Job %j1, ptr %out, 2
   %j3 = insertvalue %Job %j2, i64 %rows, 3
   %j5 = insertvalue %Job %j3, ptr %counters, 5
-  store %Job %j5, ptr %job
+  %j6 = insertvalue %Job %j5, ptr %ROW_SCALE, 6
+  store %Job %j6, ptr %job
   br label %init
 init:
   %t = phi i64 [0, %entry], [%t_next, %init]
@@ -202,32 +223,36 @@ parallel:
   ret void
 }
 """
-    head = """
-  %at.k = getelementptr %Layer, ptr %layer, i32 0, i32 2
-  %k = load i64, ptr %at.k
-  %at.panels = getelementptr %Layer, ptr %layer, i32 0, i32 4
-  %panels = load i64, ptr %at.panels
-  %at.threads = getelementptr %Layer, ptr %layer, i32 0, i32 5
-  %threads = load i64, ptr %at.threads
-  %counter_bytes = mul i64 %threads, 64"""
-    widen = """
+
+# Each of these makes the kernel's x from the caller's, on the stack, so rows * k must be small.
+_WIDEN_X = """
   %n = mul i64 %rows, %k
   %wide = alloca float, i64 %n, align 32
   call void @widen(ptr %x, ptr %wide, i64 %n)"""
-    return (
-        "define void @gemm_float32(ptr %layer, ptr %x32, ptr %out, i64 %rows) {\nentry:"
-        + head
-        + body
-        + "define void @gemm_bfloat16(ptr %layer, ptr %x, ptr %out, i64 %rows) {\nentry:"
-        + head
-        + widen
-        + body.replace("%x32", "%wide")
-    )
+
+_QUANTISE_X = """
+  %n = mul i64 %rows, %k
+  %pairs = alloca i32, i64 %n, align 32
+  %row_scale = alloca float, i64 %rows, align 32
+  %size = mul i64 %k, 2
+  call void @quantise(ptr %x, ptr %pairs, ptr %row_scale, i64 %rows, i64 %size)"""
 
 
-def module_ir(weight: WeightType) -> str:
-    """The module's text. It exports the two functions of `_entry_points`, for x in float32 and in bfloat16."""
-    tiles = [tile_ir(m, 1, weight) for m in range(1, MAX_TILE_ROWS + 1)] + [
+def _entry(name: str, make_x: str, x: str, row_scale: str) -> str:
+    """Function name(layer, x, out, rows)."""
+    body = _ENTRY_BODY.replace("ptr %X", f"ptr {x}").replace("ptr %ROW_SCALE", f"ptr {row_scale}")
+    return f"define void @{name}(ptr %layer, ptr %x, ptr %out, i64 %rows) {{\nentry:{_ENTRY_HEAD}{make_x}{body}"
+
+
+def module_ir(weight: GemmWeight) -> str:
+    """The module's text. It exports gemm_float32 and gemm_bfloat16, named by the type of x; int8: only the latter."""
+    tiles = [tile_ir(m, 1, weight) for m in range(1, max_tile_rows(weight) + 1)] + [
         tile_ir(m, 2, weight) for m in range(1, WIDE_TILE_ROWS + 1)
     ]
-    return "\n".join([_DECLARATIONS, WIDEN, FINISH, *tiles, _worker(weight), _entry_points()])
+    if weight == "int8":
+        makers = [QUANTISE]
+        entries = [_entry("gemm_bfloat16", _QUANTISE_X, "%pairs", "%row_scale")]
+    else:
+        makers = [WIDEN]
+        entries = [_entry("gemm_float32", "", "%x", "null"), _entry("gemm_bfloat16", _WIDEN_X, "%wide", "null")]
+    return "\n".join([_DECLARATIONS, *makers, finish_ir(weight), *tiles, _worker(weight), *entries])

@@ -1,7 +1,8 @@
 """LLVM IR of the arithmetic of the CPU matrix kernel: tiles of sums, widening, rounding. Pure functions returning text.
 
-A tile keeps rows x 16 (or x 32) float32 sums in registers for the whole of k. Each sum is one chain of fused
-multiply-adds over k = 0, 1, 2, .. whatever the tile's size: a row's bits do not depend on the other rows.
+A tile keeps rows x 16 (or x 32) sums in registers for the whole of k. A float32 sum is one chain of fused multiply-adds
+over k = 0, 1, 2, .. whatever the tile's size: a row's bits do not depend on the other rows. With int8 weights a step
+takes a pair of k: `vpmaddwd` multiplies two 16-bit activations by two weights and adds them, sums are exact int32.
 """
 
 from typing import Literal
@@ -9,12 +10,14 @@ from typing import Literal
 PANEL = 16  # outputs per panel: two registers of eight float32
 LANES = 8
 MAX_TILE_ROWS = 6  # 12 sums + 2 weights + 1 broadcast of the 16 AVX2 registers
+MAX_INT8_TILE_ROWS = 5  # a product needs a register before it is added
 WIDE_TILE_ROWS = 2  # up to here two panels at once: one panel has too few independent chains to hide the FMA latency
 ACC_STRIDE = 2 * PANEL  # float32 per row of a tile's result buffer
 ALL_LANES_0 = "<8 x i32> zeroinitializer"
 UNROLL = 4  # 4 k of bfloat16 weights are two cache lines
 
 WeightType = Literal["bfloat16", "float32"]
+GemmWeight = Literal["bfloat16", "float32", "int8"]
 _Sums = dict[tuple[int, int, int], str]  # (row, panel, half): name of the value
 
 
@@ -55,11 +58,28 @@ done:
 }
 """
 
-# Adds the bias to a tile's sums, rounds to the output type (nearest even; NaN becomes the quiet NaN, as in torch) and
-# stores the columns that exist.
-FINISH = f"""
+_SCALE = """
+  %scale_p = getelementptr float, ptr %scale, i64 %c
+  %column = load <8 x float>, ptr %scale_p, align 32
+  %row_p = getelementptr float, ptr %row_scale, i64 %r
+  %row_s = load float, ptr %row_p, align 4
+  %row_i = insertelement <8 x float> poison, float %row_s, i32 0
+  %row_v = shufflevector <8 x float> %row_i, <8 x float> poison, <8 x i32> zeroinitializer
+  %factor = fmul <8 x float> %column, %row_v
+  %sum = fmul <8 x float> %raw, %factor"""
+
+
+def finish_ir(weight: GemmWeight) -> str:
+    """Function finish: adds the bias to a tile's sums, rounds to the output type (nearest even; NaN becomes the quiet
+    NaN, as in torch) and stores the columns that exist. int8: the sums are first multiplied by the column's and the
+    row's scale."""
+    scaled = weight == "int8"
+    return _FINISH.replace("%SUM", "%raw" if scaled else "%sum").replace("  ; scale", _SCALE if scaled else "")
+
+
+_FINISH = f"""
 define internal void @finish(ptr noalias %acc, i64 %m, ptr noalias %bias, ptr noalias %out, i64 %ldo, i64 %cols,
-    i64 %out_f32) {{
+    i64 %out_f32, ptr noalias %scale, ptr noalias %row_scale) {{
 entry:
   %staged = alloca [8 x float], align 32
   %is_f32 = icmp ne i64 %out_f32, 0
@@ -75,7 +95,8 @@ chunk:
   %c = phi i64 [0, %row], [%c_next, %stored]
   %acc_p = getelementptr float, ptr %acc_r, i64 %c
   %bias_p = getelementptr float, ptr %bias, i64 %c
-  %sum = load <8 x float>, ptr %acc_p, align 32
+  %SUM = load <8 x float>, ptr %acc_p, align 32
+  ; scale
   %b = load <8 x float>, ptr %bias_p, align 32
   %y = fadd <8 x float> %sum, %b
   %pos = add i64 %out_o, %c
@@ -120,13 +141,22 @@ done:
 """
 
 
-def panel_bytes_per_k(weight: WeightType) -> int:
-    return PANEL * (2 if weight == "bfloat16" else 4)
+def max_tile_rows(weight: GemmWeight) -> int:
+    return MAX_INT8_TILE_ROWS if weight == "int8" else MAX_TILE_ROWS
 
 
-def tile_ir(rows: int, panels: int, weight: WeightType) -> str:
-    """Function tile_{rows}_{panels}: sums of `rows` rows and `panels` neighbouring panels into acc[row][ACC_STRIDE]."""
-    k_bytes = panel_bytes_per_k(weight)
+def panel_bytes_per_step(weight: GemmWeight) -> int:
+    """Bytes of a panel that one step of k takes: one k, or a pair of them for int8. A step of x is always 4 bytes."""
+    return PANEL * (4 if weight == "float32" else 2)
+
+
+def tile_ir(rows: int, panels: int, weight: GemmWeight) -> str:
+    """Function tile_{rows}_{panels}: sums of `rows` rows and `panels` neighbouring panels into acc[row][ACC_STRIDE],
+    float32. k, ldx: in steps (`panel_bytes_per_step`)."""
+    k_bytes = panel_bytes_per_step(weight)
+    integer = weight == "int8"
+    sum_type = "<8 x i32>" if integer else "<8 x float>"
+    x_type, x_lanes = ("i32", "<8 x i32>") if integer else ("float", "<8 x float>")
     sums = [(r, p, h) for r in range(rows) for p in range(panels) for h in (0, 1)]
     lines: list[str] = []
     emit = lines.append
@@ -142,6 +172,11 @@ def tile_ir(rows: int, panels: int, weight: WeightType) -> str:
                 emit(f"  %wi.{tag}.{p}.1 = and <8 x i32> %wr.{tag}.{p}, splat (i32 -65536)")
                 for h in (0, 1):
                     emit(f"  %w.{tag}.{p}.{h} = bitcast <8 x i32> %wi.{tag}.{p}.{h} to <8 x float>")
+            elif integer:
+                for h in (0, 1):
+                    emit(f"  %wb.{tag}.{p}.{h} = getelementptr i8, ptr %wa.{tag}.{p}, i64 {16 * h}")
+                    emit(f"  %wr.{tag}.{p}.{h} = load <16 x i8>, ptr %wb.{tag}.{p}.{h}, align 16")
+                    emit(f"  %w.{tag}.{p}.{h} = sext <16 x i8> %wr.{tag}.{p}.{h} to <16 x i16>")
             else:
                 emit(f"  %wb.{tag}.{p} = getelementptr i8, ptr %wa.{tag}.{p}, i64 32")
                 emit(f"  %w.{tag}.{p}.0 = load <8 x float>, ptr %wa.{tag}.{p}, align 32")
@@ -149,15 +184,23 @@ def tile_ir(rows: int, panels: int, weight: WeightType) -> str:
         after = {}
         for r in range(rows):
             emit(f"  %xa.{tag}.{r} = getelementptr float, ptr %x{r}, i64 {k}")
-            emit(f"  %xs.{tag}.{r} = load float, ptr %xa.{tag}.{r}, align 4")
-            emit(f"  %xi.{tag}.{r} = insertelement <8 x float> poison, float %xs.{tag}.{r}, i32 0")
-            emit(f"  %x.{tag}.{r} = shufflevector <8 x float> %xi.{tag}.{r}, <8 x float> poison, {ALL_LANES_0}")
+            emit(f"  %xs.{tag}.{r} = load {x_type}, ptr %xa.{tag}.{r}, align 4")
+            emit(f"  %xi.{tag}.{r} = insertelement {x_lanes} poison, {x_type} %xs.{tag}.{r}, i32 0")
+            emit(f"  %x.{tag}.{r} = shufflevector {x_lanes} %xi.{tag}.{r}, {x_lanes} poison, {ALL_LANES_0}")
+            if integer:
+                emit(f"  %xp.{tag}.{r} = bitcast <8 x i32> %x.{tag}.{r} to <16 x i16>")
             for p in range(panels):
                 for h in (0, 1):
                     name = f"%a.{tag}.{r}.{p}.{h}"
+                    after[r, p, h] = name
+                    if integer:
+                        pair = f"%d.{tag}.{r}.{p}.{h}"
+                        operands = f"<16 x i16> %xp.{tag}.{r}, <16 x i16> %w.{tag}.{p}.{h}"
+                        emit(f"  {pair} = call <8 x i32> @llvm.x86.avx2.pmadd.wd({operands})")
+                        emit(f"  {name} = add <8 x i32> {pair}, {before[r, p, h]}")
+                        continue
                     operands = f"<8 x float> %x.{tag}.{r}, <8 x float> %w.{tag}.{p}.{h}, <8 x float> {before[r, p, h]}"
                     emit(f"  {name} = call <8 x float> @llvm.fma.v8f32({operands})")
-                    after[r, p, h] = name
         return after
 
     def phis(prefix: str, incoming: list[tuple[_Sums | None, str]]) -> _Sums:
@@ -166,7 +209,7 @@ def tile_ir(rows: int, panels: int, weight: WeightType) -> str:
             sources = ", ".join(
                 f"[{values[s] if values else 'zeroinitializer'}, %{block}]" for values, block in incoming
             )
-            emit(f"  {names[s]} = phi <8 x float> {sources}")
+            emit(f"  {names[s]} = phi {sum_type} {sources}")
         return names
 
     def looped(tag: str, times: int) -> _Sums:
@@ -220,6 +263,9 @@ def tile_ir(rows: int, panels: int, weight: WeightType) -> str:
     emit("done:")
     final = phis("sum", [(rest, "rest"), (tail_end, "tail")])
     for r, p, h in sums:
+        if integer:
+            emit(f"  %sf.{r}.{p}.{h} = sitofp <8 x i32> {final[r, p, h]} to <8 x float>")
+            final[r, p, h] = f"%sf.{r}.{p}.{h}"
         emit(f"  %sp.{r}.{p}.{h} = getelementptr float, ptr %acc, i64 {r * ACC_STRIDE + p * PANEL + h * LANES}")
         emit(f"  store <8 x float> {final[r, p, h]}, ptr %sp.{r}.{p}.{h}, align 32")
     emit("  ret void")

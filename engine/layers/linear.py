@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.layers.cpu_gemm import PackedMatrix
+from engine.layers.cpu_int8_gemm import Int8Matrix, suits_int8
 from engine.layers.cpu_jit import KERNEL_DTYPES, unavailable_reason
 
 _UPCAST_ROWS = 8192  # weight rows widened at a time where torch must return float32 from bfloat16 weights on the CPU
@@ -35,15 +36,16 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.zeros(out_features, in_features, dtype=dtype, device=device), False)
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), False) if bias else None
         self.out_dtype = out_dtype
-        self._matrix: PackedMatrix | None = None
+        self._matrix: PackedMatrix | Int8Matrix | None = None
 
-    def prepare(self, threads: int | None = None) -> bool:
+    def prepare(self, threads: int | None = None, *, int8: bool = False) -> bool:
         """Called once, when the weights are in place. Returns True if the CPU kernel took over.
 
         The kernel then runs on `threads` threads (torch's current number by default) and keeps its own packed copy:
         `weight` and `bias` are gone (a tensor that something else holds, such as a tied embedding, stays) and
         `plain_weight` rebuilds the matrix. A row's result then depends, bit for bit, on that row alone: not on the
         other rows, their number, or the threads. Elsewhere (other devices, types, processors) nothing changes.
+        int8: rounds the weights of a bfloat16 matrix to 8 bits where the kernel runs and the shape suits it.
         Raises ValueError if threads < 1.
         """
         if threads is not None and threads < 1:
@@ -53,7 +55,9 @@ class Linear(nn.Module):
             return False
         if unavailable_reason() is not None:
             return False
-        self._matrix = PackedMatrix(
+        int8 = int8 and self.weight.dtype == torch.bfloat16 and suits_int8(self.weight.shape[1])
+        kind = Int8Matrix if int8 else PackedMatrix
+        self._matrix = kind(
             self.weight,
             self.bias,
             out_dtype=self.out_dtype or self.weight.dtype,
@@ -62,6 +66,11 @@ class Linear(nn.Module):
         del self.weight
         self.bias = None
         return True
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the CPU kernel has taken over."""
+        return self._matrix is not None
 
     def plain_weight(self) -> Tensor:
         """weight [out, in]; a copy once the kernel has taken over."""

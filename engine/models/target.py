@@ -75,6 +75,7 @@ class TargetModel(nn.Module):
         if config.tie_word_embeddings:
             mine = self.embedding.data[self.vocab.start : self.vocab.start + self.vocab.size]
             self.head.weight = nn.Parameter(mine, False)
+        self.draft_head: Linear | None = None
 
     @property
     def vocab_start(self) -> int:
@@ -103,9 +104,25 @@ class TargetModel(nn.Module):
         taps_NTH = torch.stack(taps, dim=1) if taps else None
         return TargetOutput(hidden_NH=self.norm.forward(x_NH), taps_NTH=taps_NTH)
 
+    def add_draft_head(self) -> None:
+        """A second head for drafts, its weights rounded to 8 bits. Called once, after loading and before `head` is
+        prepared."""
+        head = self.head
+        rounded = Linear(head.weight.shape[1], 0, dtype=head.weight.dtype, out_dtype=torch.float32)
+        rounded.weight = nn.Parameter(head.weight.data, False)
+        rounded.prepare(int8=True)
+        self.draft_head = rounded
+
+    def draft_logits(self, hidden_MH: Tensor) -> Tensor:
+        """`logits` for drafting: by the rounded head where there is one."""
+        return self._logits(self.draft_head or self.head, hidden_MH)
+
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """float32 [M, Vl]: ids vocab_start .. vocab_start + Vl - 1; columns past the vocabulary are -inf."""
-        logits_MV = self.head.forward(hidden_MH)
+        return self._logits(self.head, hidden_MH)
+
+    def _logits(self, head: Linear, hidden_MH: Tensor) -> Tensor:
+        logits_MV = head.forward(hidden_MH)
         if self.vocab.real < self.vocab.size:
             logits_MV[:, self.vocab.real :] = float("-inf")
         return logits_MV

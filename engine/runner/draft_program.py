@@ -160,7 +160,7 @@ class DecideAndDraft:
         hidden_NH = self._drafter(block_NH, inputs.positions_N, inputs.context, self._kv)
         num_rows = slots_S.shape[0]
         masks_MH = hidden_NH.view(num_rows, width, -1)[:, 1 : draft_len + 1].reshape(num_rows * draft_len, -1)
-        logits_MV = self._target.logits(masks_MH)
+        logits_MV = self._target.draft_logits(masks_MH)
         drafts_M = greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
         state.draft_tokens[slots_S, :draft_len] = drafts_M.view(num_rows, draft_len)
         state.draft_count[slots_S] = torch.where(live_S, draft_len, 0)

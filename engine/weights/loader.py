@@ -128,6 +128,9 @@ def load_target(
         attention=attention,
     )
     _load(model, list(target_placements(model)), config.model_dir, config.load_format, "load_format")
+    if config.drafter_weights == "int8":
+        model.add_draft_head()
+    prepare_linears(model, exact=True)
     return model
 
 
@@ -149,6 +152,8 @@ def load_drafter(
     )
     placements = list(drafter_placements(model, fuse_rank_zero=layer_tp.rank == 0))
     _load(model, placements, config.drafter_dir, config.drafter_load_format, "drafter load_format")
+    model.finish_loading()
+    prepare_linears(model, exact=config.drafter_weights == "model")
     return model
 
 
@@ -169,11 +174,13 @@ def _load(model: nn.Module, placements: list[Placement], directory: str, load_fo
             known.add("lm_head.weight")  # some checkpoints store the tied head as well
         checkpoint.refuse_unknown(known)
         checkpoint.fill(placements)
-    if isinstance(model, DFlashDrafter):
-        model.finish_loading()
+
+
+def prepare_linears(model: nn.Module, *, exact: bool) -> None:
+    """Hands the model's matrices to the CPU kernel where there is one. exact: False rounds them to 8 bits."""
     for module in model.modules():
-        if isinstance(module, Linear):
-            module.prepare()
+        if isinstance(module, Linear) and not module.is_prepared:
+            module.prepare(int8=not exact)
 
 
 def _fill_randomly(placements: list[Placement]) -> None:

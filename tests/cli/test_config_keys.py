@@ -147,6 +147,7 @@ WRONG = [
         "engine.draft_len_choices: must ascend strictly and start with 0, such as [0, 1, 3, 7, 15], got [1, 3]",
     ),
     ("engine.hidden_state_gather", "all", "engine.hidden_state_gather: input should be 'taps' or 'fused', got 'all'"),
+    ("engine.drafter_weights", 8, "engine.drafter_weights: input should be 'auto', 'model' or 'int8', got 8"),
     ("engine.drafter_tensor_parallel", 1, "engine.drafter_tensor_parallel: input should be a valid boolean, got 1"),
     ("engine.pipeline_depth", 2, "engine.pipeline_depth: input should be less than or equal to 1, got 2"),
     ("deployment.app", "a b", "deployment.app: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_-]*$', got 'a b'"),

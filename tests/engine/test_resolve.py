@@ -17,6 +17,7 @@ from engine.config.draft_lengths import resolve_choices, rows_of_largest_step
 from engine.config.engine import EngineConfig
 from engine.config.machine import Accelerator, Machine, probe_machine
 from engine.config.resolve import resolve_engine_config
+from engine.layers.cpu_jit import unavailable_reason
 
 CPU = Machine(cores=6, memory_bytes=8 << 30, accelerator=None)
 H200 = Machine(
@@ -107,6 +108,18 @@ def test_defaults_with_a_drafter(target: Path, drafter: Path) -> None:
     assert config.drafter_load_format == "auto"
 
 
+def test_drafter_weights_are_rounded_where_the_kernel_runs(target: Path, drafter: Path) -> None:
+    runs = unavailable_reason() is None
+    assert resolve(target, spec(drafter)).drafter_weights == ("int8" if runs else "model")
+    assert resolve(target, spec(drafter), drafter_weights="model").drafter_weights == "model"
+    assert resolve(target, spec(drafter), dtype="float32").drafter_weights == "model"
+    assert resolve(target).drafter_weights == "model"
+    with pytest.raises(ValueError, match="drafter_weights: 'int8' cannot be had: 8-bit weights need dtype 'bfloat16'"):
+        resolve(target, spec(drafter), dtype="float32", drafter_weights="int8")
+    with pytest.raises(ValueError, match="drafter_weights: 'int8' cannot be had: there is no drafter"):
+        resolve(target, drafter_weights="int8")
+
+
 def test_given_values_arrive(target: Path, drafter: Path) -> None:
     given = spec(
         drafter,
@@ -155,6 +168,7 @@ def test_given_values_arrive(target: Path, drafter: Path) -> None:
         ({"dtype": "float16"}, "dtype: must be one of auto, float32, bfloat16, got 'float16'"),
         ({"device": "tpu"}, "device: must be one of cpu, cuda, got 'tpu'"),
         ({"device": "cuda"}, "device: 'cuda' needs an NVIDIA GPU and a CUDA build of torch, and none is visible"),
+        ({"drafter_weights": "int4"}, "drafter_weights: must be one of auto, model, int8, got 'int4'"),
         ({"hidden_state_gather": "both"}, "hidden_state_gather: must be one of taps, fused, got 'both'"),
         ({"load_format": "dummy"}, "load_format: must be one of auto, safetensors, got 'dummy'"),
         ({"pipeline_depth": 2}, "pipeline_depth: must be 0 or 1, got 2"),
