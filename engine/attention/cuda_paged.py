@@ -1,0 +1,158 @@
+"""`VANILLA` attention on CUDA: split-KV decode in Triton, flash-attn or the Triton ragged kernel for prompts.
+
+Without Triton the torch reference runs, so the engine needs neither package. Everything derived from a group (tables,
+cuts, workspaces) is made at the step's first layer and kept in `group.cache`: a captured step makes it once. Nothing is
+read back from the device.
+Shapes: N rows, n rows of a group, R sequences, Q queries of each, h heads, g KV heads, D head size.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention import flash
+from engine.attention.context import AttentionContext, AttentionGroup
+from engine.attention.cuda_choice import (
+    MAX_DECODE_QUERIES,
+    DecodeCut,
+    decode_cut,
+    prefers_flash,
+    ragged_cut,
+)
+from engine.attention.reference import paged_attention
+from engine.kernels.available import KERNEL_DTYPES, interpreted, unavailable_reason
+from engine.layers.upload import upload
+
+_MIN_BLOCK = 16
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """SMs of a CUDA device; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def cuda_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: AttentionContext) -> Tensor:
+    """Softmax attention scaled by 1 / sqrt(D); see `engine.attention.context.Attention` for the shapes."""
+    N, h, D = q_NhD.shape
+    if not _kernels_take(q_NhD, k_cache):
+        return paged_attention(q_NhD, k_cache, v_cache, ctx)
+    if q_NhD.stride(2) != 1 or q_NhD.stride(1) != D:
+        q_NhD = q_NhD.contiguous()
+    every_row = sum(group.num_rows for group in ctx.groups) == N
+    out_NE = (torch.empty if every_row else torch.zeros)(N, h * D, dtype=q_NhD.dtype, device=q_NhD.device)
+    for group in ctx.groups:
+        rows = slice(group.first_row, group.first_row + group.num_rows)
+        _group_attention(q_NhD[rows], k_cache, v_cache, group, out_NE[rows])
+    return out_NE
+
+
+def _kernels_take(q_NhD: Tensor, k_cache: Tensor) -> bool:
+    if q_NhD.dtype not in KERNEL_DTYPES or k_cache.shape[1] < _MIN_BLOCK or q_NhD.shape[2] > 256:
+        return False
+    return interpreted() if q_NhD.device.type == "cpu" else unavailable_reason() is None
+
+
+def _group_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
+    queries = group.q_lens[0]
+    uniform = max(group.q_lens) == min(group.q_lens)
+    may_flash = q_nhD.is_cuda and flash.suits(q_nhD, k_cache.shape[1]) and flash.unavailable_reason() is None
+    if uniform and queries <= MAX_DECODE_QUERIES:
+        full = prefers_flash(
+            sequences=len(group.q_lens),
+            queries=queries,
+            kv_heads=k_cache.shape[2],
+            max_kv_len=group.max_kv_len,
+            num_sms=num_multiprocessors(q_nhD.device),
+        )
+        if not (may_flash and full):
+            _decode(q_nhD, k_cache, v_cache, group, out_nE)
+            return
+    if may_flash:
+        out_nE.copy_(flash.flash_attention(q_nhD, k_cache, v_cache, group))
+    else:
+        _ragged(q_nhD, k_cache, v_cache, group, out_nE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DecodePlan:
+    shape: object
+    workspace: object
+
+
+def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
+    from engine.kernels.decode_attention import DecodeShape, Workspace, decode_attention, row_tiles
+
+    _, h, D = q_nhD.shape
+    g, R, queries = k_cache.shape[2], len(group.q_lens), group.q_lens[0]
+    key = (_decode, h, g, D)
+    plan = group.cache.get(key)
+    if plan is None:
+        cut: DecodeCut = decode_cut(
+            sequences=R,
+            queries=queries,
+            group=h // g,
+            kv_heads=g,
+            head_dim=D,
+            max_kv_len=group.max_kv_len,
+            num_sms=num_multiprocessors(q_nhD.device),
+        )
+        shape = DecodeShape(
+            rows=cut.rows,
+            positions=cut.positions,
+            num_splits=cut.num_splits,
+            min_tiles=cut.min_tiles,
+            num_warps=cut.num_warps,
+            num_stages=cut.num_stages,
+        )
+        units = R * g * row_tiles(queries, h // g, cut.rows)
+        workspace = Workspace.create(units, shape, D, q_nhD.device) if cut.num_splits > 1 else None
+        plan = group.cache[key] = _DecodePlan(shape=shape, workspace=workspace)
+    assert isinstance(plan, _DecodePlan) and isinstance(plan.shape, DecodeShape)
+    assert plan.workspace is None or isinstance(plan.workspace, Workspace)
+    decode_attention(
+        q_nhD,
+        k_cache,
+        v_cache,
+        out_nE,
+        q_len=queries,
+        q_start_R=group.q_start_R,
+        kv_len_R=group.kv_len_R,
+        block_table_RB=group.block_table_RB,
+        causal=group.causal,
+        shape=plan.shape,
+        workspace=plan.workspace,
+    )
+
+
+def _ragged(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
+    from engine.kernels.ragged_attention import ragged_attention, ragged_tiles
+
+    n, h, D = q_nhD.shape
+    g = k_cache.shape[2]
+    cut = ragged_cut(
+        rows=n, group=h // g, kv_heads=g, head_dim=D, num_sms=num_multiprocessors(q_nhD.device)
+    )
+    key = (_ragged, h // g, cut.rows)
+    tiles_T4 = group.cache.get(key)
+    if tiles_T4 is None:
+        tiles = ragged_tiles(group.q_lens, group=h // g, rows=cut.rows)
+        tiles_T4 = group.cache[key] = upload(tiles, q_nhD.device)
+    assert isinstance(tiles_T4, Tensor)
+    ragged_attention(
+        q_nhD,
+        k_cache,
+        v_cache,
+        out_nE,
+        tiles_T4=tiles_T4,
+        q_start_R=group.q_start_R,
+        kv_len_R=group.kv_len_R,
+        block_table_RB=group.block_table_RB,
+        causal=group.causal,
+        rows=cut.rows,
+        positions=cut.positions,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+    )

@@ -1,0 +1,51 @@
+"""Whether the Triton kernels can be used in this process. Imports no Triton: every machine may ask.
+
+`unavailable_reason` is the one question callers ask; where it has an answer, they use torch. The kernel modules beside
+this one import Triton at their top, so they are imported only after a None from here.
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+CHOICE_VARIABLE = "DFLASH_CUDA_KERNELS"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """None if CUDA tensors go to the Triton kernels, else why not. Decided and logged once a process.
+
+    The environment variable DFLASH_CUDA_KERNELS overrides the choice: `torch`, or `triton` (ValueError if it cannot
+    be).
+    """
+    choice = os.environ.get(CHOICE_VARIABLE, "auto")
+    if choice not in ("auto", "triton", "torch"):
+        raise ValueError(f"{CHOICE_VARIABLE} is {choice!r}: use auto, triton or torch")
+    reason = f"{CHOICE_VARIABLE}=torch" if choice == "torch" else obstacle()
+    if choice == "triton" and reason is not None:
+        raise ValueError(f"{CHOICE_VARIABLE}=triton: {reason}")
+    logger.info("CUDA kernels: %s", "Triton" if reason is None else f"torch's ({reason})")
+    return reason
+
+
+def obstacle() -> str | None:
+    """What keeps the kernels from running on this machine's GPU. None: nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    capability = torch.cuda.get_device_capability()
+    return (
+        None if capability >= (8, 0) else f"needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+    )
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors (TRITON_INTERPRET=1, for tests)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

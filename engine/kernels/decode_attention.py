@@ -1,0 +1,343 @@
+"""Split-KV decode attention over the paged cache in Triton: few queries per sequence, causal tail or not.
+
+The tiles of a sequence's visible positions are dealt to at most `num_splits` programs, from the length on the device:
+a graph captured for long sequences reads no more on short ones. Each leaves its maximum, sum and weighted values; they
+are merged by the sequence's last program (few splits) or by a second kernel. Grids depend on shapes alone and nothing
+is read back: a call can be captured.
+
+Shapes: N rows, R sequences, Q queries of each, h heads, g KV heads, G = h / g, D head size, S splits, B table columns.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.attention_scan import (
+    LOG2_E,
+    PLAIN,
+    AttentionOptions,
+    check_layout,
+    finish,
+    padded_head,
+    precision,
+    scan,
+)
+
+MERGED_IN_PLACE = 8  # most splits that the last program of a sequence merges itself
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    start_ptr,
+    kv_len_ptr,
+    sink_ptr,
+    part_ptr,
+    stat_ptr,
+    count_ptr,
+    q_row_stride,
+    out_row_stride,
+    table_stride,
+    slot_stride,
+    scale,
+    soft_cap,
+    kv_heads,
+    m_tiles,
+    num_splits,
+    Q: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MERGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    unit, split = tl.program_id(0), tl.program_id(1)
+    sequence = unit // (kv_heads * m_tiles)
+    kv_head = (unit // m_tiles) % kv_heads
+    m = (unit % m_tiles) * BM + tl.arange(0, BM)
+    real = m < Q * G
+    query, head = m // G, kv_head * G + m % G
+    d = tl.arange(0, DP)
+    start = tl.load(start_ptr + sequence).to(tl.int32)
+    kv_len = tl.load(kv_len_ptr + sequence).to(tl.int32)
+    position = start + query
+    if CAUSAL:
+        seen = tl.minimum(position + 1, kv_len)
+        longest = tl.minimum(start + Q, kv_len)
+    else:
+        seen = tl.zeros([BM], tl.int32) + kv_len
+        longest = kv_len
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(start - WINDOW + 1, 0) // BN
+    num_tiles = tl.maximum(tl.cdiv(longest, BN) - first, 1)
+    per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
+    active = tl.cdiv(num_tiles, per_split)
+    if split < active:
+        at = (sequence * Q + query).to(tl.int64)
+        inside = real[:, None] & (d < D)[None, :]
+        q = tl.load(q_ptr + at[:, None] * q_row_stride + head[:, None] * D + d[None, :], mask=inside, other=0.0)
+        begin = first + split * per_split
+        best, total, values = scan(
+            q,
+            k_ptr + kv_head * D,
+            v_ptr + kv_head * D,
+            table_ptr + sequence.to(tl.int64) * table_stride,
+            begin,
+            tl.minimum(begin + per_split, first + num_tiles),
+            position,
+            seen,
+            kv_len,
+            slot_stride,
+            scale,
+            soft_cap,
+            D,
+            DP,
+            BM,
+            BN,
+            BLOCK_SIZE,
+            WINDOW,
+            SOFT_CAP,
+            PRECISION,
+            STAGES,
+        )
+        out_at = out_ptr + at[:, None] * out_row_stride + head[:, None] * D + d[None, :]
+        if SPLIT:
+            part = part_ptr + (unit.to(tl.int64) * num_splits) * BM * DP
+            stat = stat_ptr + (unit.to(tl.int64) * num_splits) * 2 * BM
+            rows = tl.arange(0, BM)
+            cells = rows[:, None] * DP + d[None, :]
+            if (active == 1) & MERGE:
+                mean = finish(best, total, values, sink_ptr, head, real, SINK)
+                tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
+            else:
+                tl.store(stat + split * 2 * BM + rows, best)
+                tl.store(stat + split * 2 * BM + BM + rows, total)
+                tl.store(part + split * BM * DP + cells, values)
+                if MERGE:
+                    tl.debug_barrier()  # every thread's stores come before the count
+                    done = tl.atomic_add(count_ptr + unit, 1, sem="acq_rel")
+                    if done == active - 1:
+                        tl.store(count_ptr + unit, 0)  # ready for the next launch
+                        best = tl.full([BM], float("-inf"), tl.float32)
+                        total = tl.zeros([BM], tl.float32)
+                        values = tl.zeros([BM, DP], tl.float32)
+                        for other in tl.range(0, active, num_stages=3):
+                            other_best = tl.load(stat + other * 2 * BM + rows, cache_modifier=".cg")
+                            other_total = tl.load(stat + other * 2 * BM + BM + rows, cache_modifier=".cg")
+                            other_values = tl.load(part + other * BM * DP + cells, cache_modifier=".cg")
+                            top = tl.maximum(best, other_best)
+                            origin = tl.where(top == float("-inf"), 0.0, top)
+                            fade, gain = tl.exp2(best - origin), tl.exp2(other_best - origin)
+                            total = total * fade + other_total * gain
+                            values = values * fade[:, None] + other_values * gain[:, None]
+                            best = top
+                        mean = finish(best, total, values, sink_ptr, head, real, SINK)
+                        tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            mean = finish(best, total, values, sink_ptr, head, real, SINK)
+            tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge_kernel(
+    part_ptr,
+    stat_ptr,
+    out_ptr,
+    start_ptr,
+    kv_len_ptr,
+    sink_ptr,
+    out_row_stride,
+    kv_heads,
+    m_tiles,
+    num_splits,
+    Q: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SP: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINK: tl.constexpr,
+):
+    """One program merges one (query, head): its row of a tile of `_decode_kernel`, over all splits at once."""
+    query_row, head = tl.program_id(0), tl.program_id(1)
+    sequence, query = query_row // Q, query_row % Q
+    m = query * G + head % G
+    unit = (sequence * kv_heads + head // G) * m_tiles + m // BM
+    row = m % BM
+    start = tl.load(start_ptr + sequence).to(tl.int32)
+    longest = tl.load(kv_len_ptr + sequence).to(tl.int32)
+    if CAUSAL:
+        longest = tl.minimum(start + Q, longest)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(start - WINDOW + 1, 0) // BN
+    num_tiles = tl.maximum(tl.cdiv(longest, BN) - first, 1)
+    active = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES))
+    s, d = tl.arange(0, SP), tl.arange(0, DP)
+    used = s < active
+    base = unit.to(tl.int64) * num_splits
+    best = tl.load(stat_ptr + (base + s) * 2 * BM + row, mask=used, other=float("-inf"))
+    total = tl.load(stat_ptr + (base + s) * 2 * BM + BM + row, mask=used, other=0.0)
+    values = tl.load(part_ptr + ((base + s) * BM + row)[:, None] * DP + d[None, :], mask=used[:, None], other=0.0)
+    top = tl.max(best, 0)
+    if SINK:
+        sink = tl.load(sink_ptr + head) * LOG2_E
+        top = tl.maximum(top, sink)
+    origin = tl.where(top == float("-inf"), 0.0, top)
+    gain = tl.exp2(best - origin)
+    whole = tl.sum(total * gain, 0)
+    if SINK:
+        whole += tl.exp2(sink - origin)
+    mean = tl.sum(values * gain[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+    at = out_ptr + query_row.to(tl.int64) * out_row_stride + head * D + d
+    tl.store(at, mean.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeShape:
+    """How a decode call is cut: query rows and positions per tile, splits, fewest tiles of a split, warps, stages."""
+
+    rows: int
+    positions: int
+    num_splits: int
+    min_tiles: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workspace:
+    """What the splits of one call leave for the merge. count is zero before and after every call."""
+
+    part: Tensor
+    stat: Tensor
+    count: Tensor
+
+    @classmethod
+    def create(cls, units: int, shape: DecodeShape, head_dim: int, device: torch.device) -> "Workspace":
+        """For `units` = sequences x KV heads x row tiles."""
+        cells = units * shape.num_splits * shape.rows
+        return cls(
+            part=torch.empty(cells * padded_head(head_dim), dtype=torch.float32, device=device),
+            stat=torch.empty(2 * cells, dtype=torch.float32, device=device),
+            count=torch.zeros(units, dtype=torch.int32, device=device),
+        )
+
+
+def row_tiles(queries: int, group: int, rows: int) -> int:
+    """Tiles of `rows` rows that hold a sequence's queries times the query heads of a KV head."""
+    return -(-queries * group // rows)
+
+
+def decode_attention(
+    q_NhD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_NE: Tensor,
+    *,
+    q_len: int,
+    q_start_R: Tensor,
+    kv_len_R: Tensor,
+    block_table_RB: Tensor,
+    causal: bool,
+    shape: DecodeShape,
+    workspace: Workspace | None,
+    options: AttentionOptions = PLAIN,
+) -> None:
+    """Writes the attention of R x q_len rows, sequence by sequence, into out_NE [N, h * D].
+
+    See `engine.attention.context` for the other shapes. workspace: `Workspace.create` of the shape; None at one split.
+    """
+    N, h, D = q_NhD.shape
+    _, block_size, g, _ = k_cache.shape
+    check_layout(q_NhD, k_cache, v_cache, out_NE, block_table_RB)
+    R, G = block_table_RB.shape[0], h // g
+    assert R * q_len == N
+    m_tiles = row_tiles(q_len, G, shape.rows)
+    split = shape.num_splits > 1
+    assert split == (workspace is not None)
+    merge = split and shape.num_splits <= MERGED_IN_PLACE
+    nothing = out_NE  # a pointer nobody follows
+    sink = nothing if options.sink_h is None else options.sink_h
+    common = {
+        "Q": q_len,
+        "G": G,
+        "D": D,
+        "DP": padded_head(D),
+        "BM": shape.rows,
+        "BN": shape.positions,
+        "MIN_TILES": shape.min_tiles,
+        "CAUSAL": causal,
+        "WINDOW": options.window or 0,
+        "SINK": options.sink_h is not None,
+    }
+    _decode_kernel[(R * g * m_tiles, shape.num_splits)](
+        q_NhD,
+        k_cache,
+        v_cache,
+        out_NE,
+        block_table_RB,
+        q_start_R,
+        kv_len_R,
+        sink,
+        nothing if workspace is None else workspace.part,
+        nothing if workspace is None else workspace.stat,
+        nothing if workspace is None else workspace.count,
+        q_NhD.stride(0),
+        out_NE.stride(0),
+        block_table_RB.stride(0),
+        k_cache.stride(1),
+        1.0 / math.sqrt(D),
+        options.soft_cap or 0.0,
+        g,
+        m_tiles,
+        shape.num_splits,
+        **common,
+        BLOCK_SIZE=block_size,
+        SOFT_CAP=options.soft_cap is not None,
+        SPLIT=split,
+        MERGE=merge,
+        PRECISION=precision(q_NhD.dtype),
+        STAGES=shape.num_stages,
+        num_warps=shape.num_warps,
+    )
+    if split and not merge:
+        assert workspace is not None
+        _merge_kernel[(N, h)](
+            workspace.part,
+            workspace.stat,
+            out_NE,
+            q_start_R,
+            kv_len_R,
+            sink,
+            out_NE.stride(0),
+            g,
+            m_tiles,
+            shape.num_splits,
+            **common,
+            SP=triton.next_power_of_2(shape.num_splits),
+            num_warps=1 if shape.num_splits <= 16 else 4,
+        )
