@@ -8,6 +8,7 @@ Shapes: N rows, n rows of a group, R sequences, Q queries of each, h heads, g KV
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,13 +59,17 @@ def _kernels_take(q_NhD: Tensor, k_cache: Tensor) -> bool:
 def _group_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
     queries = group.q_lens[0]
     uniform = max(group.q_lens) == min(group.q_lens)
-    may_flash = q_nhD.is_cuda and flash.suits(q_nhD, k_cache.shape[1]) and flash.unavailable_reason() is None
+    may_flash = (
+        q_nhD.is_cuda
+        and group.window is None
+        and flash.suits(q_nhD, k_cache.shape[1])
+        and flash.unavailable_reason() is None
+    )
     if uniform and queries <= MAX_DECODE_QUERIES:
         full = prefers_flash(
             sequences=len(group.q_lens),
             queries=queries,
             kv_heads=k_cache.shape[2],
-            max_kv_len=group.max_kv_len,
             num_sms=num_multiprocessors(q_nhD.device),
         )
         if not (may_flash and full):
@@ -78,40 +83,33 @@ def _group_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: Att
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DecodePlan:
-    shape: object
-    workspace: object
+    """workspace: of `engine.kernels.decode_attention`; None at one split."""
+
+    cut: DecodeCut
+    workspace: Any
 
 
 def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
-    from engine.kernels.decode_attention import DecodeShape, Workspace, decode_attention, row_tiles
+    from engine.kernels.attention_scan import AttentionOptions
+    from engine.kernels.decode_attention import Workspace, decode_attention, row_tiles
 
     _, h, D = q_nhD.shape
     g, R, queries = k_cache.shape[2], len(group.q_lens), group.q_lens[0]
     key = (_decode, h, g, D)
     plan = group.cache.get(key)
     if plan is None:
-        cut: DecodeCut = decode_cut(
+        cut = decode_cut(
             sequences=R,
             queries=queries,
             group=h // g,
             kv_heads=g,
-            head_dim=D,
             max_kv_len=group.max_kv_len,
             num_sms=num_multiprocessors(q_nhD.device),
         )
-        shape = DecodeShape(
-            rows=cut.rows,
-            positions=cut.positions,
-            num_splits=cut.num_splits,
-            min_tiles=cut.min_tiles,
-            num_warps=cut.num_warps,
-            num_stages=cut.num_stages,
-        )
         units = R * g * row_tiles(queries, h // g, cut.rows)
-        workspace = Workspace.create(units, shape, D, q_nhD.device) if cut.num_splits > 1 else None
-        plan = group.cache[key] = _DecodePlan(shape=shape, workspace=workspace)
-    assert isinstance(plan, _DecodePlan) and isinstance(plan.shape, DecodeShape)
-    assert plan.workspace is None or isinstance(plan.workspace, Workspace)
+        workspace = Workspace.create(units, cut, D, q_nhD.device) if cut.num_splits > 1 else None
+        plan = group.cache[key] = _DecodePlan(cut=cut, workspace=workspace)
+    assert isinstance(plan, _DecodePlan)
     decode_attention(
         q_nhD,
         k_cache,
@@ -122,19 +120,19 @@ def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
         kv_len_R=group.kv_len_R,
         block_table_RB=group.block_table_RB,
         causal=group.causal,
-        shape=plan.shape,
+        cut=plan.cut,
         workspace=plan.workspace,
+        options=AttentionOptions(window=group.window),
     )
 
 
 def _ragged(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
+    from engine.kernels.attention_scan import AttentionOptions
     from engine.kernels.ragged_attention import ragged_attention, ragged_tiles
 
-    n, h, D = q_nhD.shape
+    n, h, _ = q_nhD.shape
     g = k_cache.shape[2]
-    cut = ragged_cut(
-        rows=n, group=h // g, kv_heads=g, head_dim=D, num_sms=num_multiprocessors(q_nhD.device)
-    )
+    cut = ragged_cut(rows=n, group=h // g, kv_heads=g, num_sms=num_multiprocessors(q_nhD.device))
     key = (_ragged, h // g, cut.rows)
     tiles_T4 = group.cache.get(key)
     if tiles_T4 is None:
@@ -151,8 +149,6 @@ def _ragged(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
         kv_len_R=group.kv_len_R,
         block_table_RB=group.block_table_RB,
         causal=group.causal,
-        rows=cut.rows,
-        positions=cut.positions,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        cut=cut,
+        options=AttentionOptions(window=group.window),
     )

@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class AttentionOptions:
     """What a model may add to plain attention.
 
-    window:   a query sees the last `window` positions up to its own; None all.
+    window:   a query at position p sees none below min(p - window + 1, kv_len - 1); None: no lower bound.
     soft_cap: scores are soft_cap * tanh(score / soft_cap); None leaves them.
     sink_h:   one more score per head, float32, that takes weight and has no value; None without.
     """
@@ -39,7 +39,7 @@ def scan(
     table_ptr,
     first_tile,
     end_tile,
-    position_m,
+    low_m,
     seen_m,
     kv_len,
     slot_stride,
@@ -57,7 +57,7 @@ def scan(
 ):
     """(maximum [BM], sum [BM], weighted values [BM, DP]) over tiles first_tile .. end_tile - 1, scores in base 2.
 
-    Row m sees positions below seen_m (at most kv_len) and, with a window, above position_m - WINDOW.
+    Row m sees positions below seen_m (at most kv_len) and, with a window, none below low_m.
     """
     best = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -76,7 +76,7 @@ def scan(
             score = soft_cap * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2_E * score / soft_cap) + 1.0))
         visible = place[None, :] < seen_m[:, None]
         if WINDOW > 0:
-            visible = visible & (place[None, :] > position_m[:, None] - WINDOW)
+            visible = visible & (place[None, :] >= low_m[:, None])
         score = tl.where(visible, score * LOG2_E, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, 1))
         origin = tl.where(new_best == float("-inf"), 0.0, new_best)

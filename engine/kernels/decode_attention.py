@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.attention.cuda_choice import MERGED_IN_PLACE, DecodeCut
 from engine.kernels.attention_scan import (
     LOG2_E,
     PLAIN,
@@ -26,8 +27,6 @@ from engine.kernels.attention_scan import (
     precision,
     scan,
 )
-
-MERGED_IN_PLACE = 8  # most splits that the last program of a sequence merges itself
 
 
 @triton.jit
@@ -87,7 +86,7 @@ def _decode_kernel(
         longest = kv_len
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(start - WINDOW + 1, 0) // BN
+        first = tl.maximum(tl.minimum(start - WINDOW + 1, kv_len - 1), 0) // BN
     num_tiles = tl.maximum(tl.cdiv(longest, BN) - first, 1)
     per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
     active = tl.cdiv(num_tiles, per_split)
@@ -103,7 +102,7 @@ def _decode_kernel(
             table_ptr + sequence.to(tl.int64) * table_stride,
             begin,
             tl.minimum(begin + per_split, first + num_tiles),
-            position,
+            tl.minimum(position - WINDOW + 1, kv_len - 1),
             seen,
             kv_len,
             slot_stride,
@@ -188,12 +187,13 @@ def _merge_kernel(
     unit = (sequence * kv_heads + head // G) * m_tiles + m // BM
     row = m % BM
     start = tl.load(start_ptr + sequence).to(tl.int32)
-    longest = tl.load(kv_len_ptr + sequence).to(tl.int32)
+    kv_len = tl.load(kv_len_ptr + sequence).to(tl.int32)
+    longest = kv_len
     if CAUSAL:
-        longest = tl.minimum(start + Q, longest)
+        longest = tl.minimum(start + Q, kv_len)
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(start - WINDOW + 1, 0) // BN
+        first = tl.maximum(tl.minimum(start - WINDOW + 1, kv_len - 1), 0) // BN
     num_tiles = tl.maximum(tl.cdiv(longest, BN) - first, 1)
     active = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES))
     s, d = tl.arange(0, SP), tl.arange(0, DP)
@@ -217,18 +217,6 @@ def _merge_kernel(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeShape:
-    """How a decode call is cut: query rows and positions per tile, splits, fewest tiles of a split, warps, stages."""
-
-    rows: int
-    positions: int
-    num_splits: int
-    min_tiles: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Workspace:
     """What the splits of one call leave for the merge. count is zero before and after every call."""
 
@@ -237,9 +225,9 @@ class Workspace:
     count: Tensor
 
     @classmethod
-    def create(cls, units: int, shape: DecodeShape, head_dim: int, device: torch.device) -> "Workspace":
+    def create(cls, units: int, cut: DecodeCut, head_dim: int, device: torch.device) -> "Workspace":
         """For `units` = sequences x KV heads x row tiles."""
-        cells = units * shape.num_splits * shape.rows
+        cells = units * cut.num_splits * cut.rows
         return cls(
             part=torch.empty(cells * padded_head(head_dim), dtype=torch.float32, device=device),
             stat=torch.empty(2 * cells, dtype=torch.float32, device=device),
@@ -263,23 +251,23 @@ def decode_attention(
     kv_len_R: Tensor,
     block_table_RB: Tensor,
     causal: bool,
-    shape: DecodeShape,
+    cut: DecodeCut,
     workspace: Workspace | None,
     options: AttentionOptions = PLAIN,
 ) -> None:
     """Writes the attention of R x q_len rows, sequence by sequence, into out_NE [N, h * D].
 
-    See `engine.attention.context` for the other shapes. workspace: `Workspace.create` of the shape; None at one split.
+    See `engine.attention.context` for the other shapes. workspace: `Workspace.create` of the cut; None at one split.
     """
     N, h, D = q_NhD.shape
     _, block_size, g, _ = k_cache.shape
     check_layout(q_NhD, k_cache, v_cache, out_NE, block_table_RB)
     R, G = block_table_RB.shape[0], h // g
     assert R * q_len == N
-    m_tiles = row_tiles(q_len, G, shape.rows)
-    split = shape.num_splits > 1
+    m_tiles = row_tiles(q_len, G, cut.rows)
+    split = cut.num_splits > 1
     assert split == (workspace is not None)
-    merge = split and shape.num_splits <= MERGED_IN_PLACE
+    merge = split and cut.num_splits <= MERGED_IN_PLACE
     nothing = out_NE  # a pointer nobody follows
     sink = nothing if options.sink_h is None else options.sink_h
     common = {
@@ -287,14 +275,14 @@ def decode_attention(
         "G": G,
         "D": D,
         "DP": padded_head(D),
-        "BM": shape.rows,
-        "BN": shape.positions,
-        "MIN_TILES": shape.min_tiles,
+        "BM": cut.rows,
+        "BN": cut.positions,
+        "MIN_TILES": cut.min_tiles,
         "CAUSAL": causal,
         "WINDOW": options.window or 0,
         "SINK": options.sink_h is not None,
     }
-    _decode_kernel[(R * g * m_tiles, shape.num_splits)](
+    _decode_kernel[(R * g * m_tiles, cut.num_splits)](
         q_NhD,
         k_cache,
         v_cache,
@@ -314,15 +302,15 @@ def decode_attention(
         options.soft_cap or 0.0,
         g,
         m_tiles,
-        shape.num_splits,
+        cut.num_splits,
         **common,
         BLOCK_SIZE=block_size,
         SOFT_CAP=options.soft_cap is not None,
         SPLIT=split,
         MERGE=merge,
         PRECISION=precision(q_NhD.dtype),
-        STAGES=shape.num_stages,
-        num_warps=shape.num_warps,
+        STAGES=cut.num_stages,
+        num_warps=cut.num_warps,
     )
     if split and not merge:
         assert workspace is not None
@@ -336,8 +324,8 @@ def decode_attention(
             out_NE.stride(0),
             g,
             m_tiles,
-            shape.num_splits,
+            cut.num_splits,
             **common,
-            SP=triton.next_power_of_2(shape.num_splits),
-            num_warps=1 if shape.num_splits <= 16 else 4,
+            SP=triton.next_power_of_2(cut.num_splits),
+            num_warps=1 if cut.num_splits <= 16 else 4,
         )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.attention.cuda_choice import RaggedCut
 from engine.kernels.attention_scan import PLAIN, AttentionOptions, check_layout, finish, padded_head, precision, scan
 
 
@@ -63,7 +64,7 @@ def _ragged_kernel(
         longest = kv_len
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(start + first_query - WINDOW + 1, 0) // BN
+        first = tl.maximum(tl.minimum(start + first_query - WINDOW + 1, kv_len - 1), 0) // BN
     row = (first_row + query).to(tl.int64)
     inside = real[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + row[:, None] * q_row_stride + head[:, None] * D + d[None, :], mask=inside, other=0.0)
@@ -74,7 +75,7 @@ def _ragged_kernel(
         table_ptr + sequence * table_stride,
         first,
         tl.cdiv(longest, BN),
-        position,
+        tl.minimum(position - WINDOW + 1, kv_len - 1),
         seen,
         kv_len,
         slot_stride,
@@ -106,17 +107,15 @@ def ragged_attention(
     kv_len_R: Tensor,
     block_table_RB: Tensor,
     causal: bool,
-    rows: int,
-    positions: int,
-    num_warps: int = 4,
-    num_stages: int = 2,
+    cut: RaggedCut,
     options: AttentionOptions = PLAIN,
 ) -> None:
-    """Writes the attention of sequences of any lengths into out_NE [N, h * D]. tiles_T4: `ragged_tiles` of them."""
+    """Writes the attention of sequences of any lengths into out_NE [N, h * D]. tiles_T4: `ragged_tiles` of them at
+    the cut's rows."""
     _, h, D = q_NhD.shape
     _, block_size, g, _ = k_cache.shape
     check_layout(q_NhD, k_cache, v_cache, out_NE, block_table_RB)
-    assert rows >= h // g
+    assert cut.rows >= h // g
     _ragged_kernel[(tiles_T4.shape[0], g)](
         q_NhD,
         k_cache,
@@ -136,16 +135,16 @@ def ragged_attention(
         G=h // g,
         D=D,
         DP=padded_head(D),
-        BM=rows,
-        BN=positions,
+        BM=cut.rows,
+        BN=cut.positions,
         BLOCK_SIZE=block_size,
         CAUSAL=causal,
         WINDOW=options.window or 0,
         SOFT_CAP=options.soft_cap is not None,
         SINK=options.sink_h is not None,
         PRECISION=precision(q_NhD.dtype),
-        STAGES=num_stages,
-        num_warps=num_warps,
+        STAGES=cut.num_stages,
+        num_warps=cut.num_warps,
     )
 
 

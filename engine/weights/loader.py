@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from engine.attention.backend import attention_of
 from engine.attention.context import Attention
-from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import DTYPES
 from engine.config.engine import EngineConfig
 from engine.layers.linear import Linear
@@ -112,9 +112,9 @@ class Checkpoint:
 
 
 def load_target(
-    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention = cpu_paged_attention
+    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention | None = None
 ) -> TargetModel:
-    """The rank's target shard with its weights. device: defaults to config.device; attention: the backend.
+    """The rank's target shard with its weights. device: defaults to config.device; attention: to the device's.
 
     Raises:
         ValueError: an unknown load_format, or a checkpoint that does not fit its config.
@@ -125,7 +125,7 @@ def load_target(
         dtype=DTYPES[config.dtype],
         device=device or config.device,
         num_positions=num_positions(config),
-        attention=attention,
+        attention=attention or attention_of(device or config.device),
     )
     _load(model, list(target_placements(model)), config.model_dir, config.load_format, "load_format")
     if config.drafter_weights == "int8":
@@ -135,7 +135,7 @@ def load_target(
 
 
 def load_drafter(
-    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention = cpu_paged_attention
+    config: EngineConfig, tp: TpGroup, *, device: str | None = None, attention: Attention | None = None
 ) -> DFlashDrafter:
     """The rank's share of the drafter with its weights; see `load_target`."""
     assert config.drafter is not None and config.drafter_dir is not None
@@ -148,7 +148,7 @@ def load_drafter(
         dtype=DTYPES[config.dtype],
         device=device or config.device,
         num_positions=num_positions(config),
-        attention=attention,
+        attention=attention or attention_of(device or config.device),
     )
     placements = list(drafter_placements(model, fuse_rank_zero=layer_tp.rank == 0))
     _load(model, placements, config.drafter_dir, config.drafter_load_format, "drafter load_format")

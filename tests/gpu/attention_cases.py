@@ -99,13 +99,13 @@ class Problem:
             if self.causal:
                 seen = places <= position[:, None]
             if window is not None:
-                seen = seen & (places > position[:, None] - window)
+                seen = seen & (places >= (position[:, None] - window + 1).clamp(max=self.kv_lens[r] - 1))
             score = score.masked_fill(~seen, float("-inf"))
             if sink_h is not None:
                 sink = sink_h.cpu().double().view(-1, 1, 1).expand(-1, length, 1)
                 weight = torch.cat([score, sink], dim=-1).softmax(-1)[..., :-1]
             else:
-                weight = score.softmax(-1).nan_to_num(0.0)
+                weight = score.softmax(-1)
             outs.append(torch.einsum("hqs,shd->qhd", weight, v).reshape(length, -1))
             row += length
         return torch.cat(outs)

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.attention.cuda_choice import DecodeCut, RaggedCut
 from tests.gpu.attention_cases import Problem
 from tests.gpu.places import dtypes, places
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.kernels.attention_scan import PLAIN, AttentionOptions
-from engine.kernels.decode_attention import DecodeShape, Workspace, decode_attention, row_tiles
+from engine.kernels.decode_attention import Workspace, decode_attention, row_tiles
 from engine.kernels.ragged_attention import ragged_attention, ragged_tiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -42,13 +43,13 @@ CASES = [
 
 
 def _check(
-    problem: Problem, dtype: torch.dtype, device: str, shape: DecodeShape, options: AttentionOptions = PLAIN
+    problem: Problem, dtype: torch.dtype, device: str, cut: DecodeCut, options: AttentionOptions = PLAIN
 ) -> None:
     q, k, v = problem.tensors(dtype, device)
     group = problem.group(device)
     out = torch.empty(q.shape[0], problem.h * problem.D, dtype=dtype, device=device)
-    units = len(problem.q_lens) * problem.g * row_tiles(problem.q_lens[0], problem.h // problem.g, shape.rows)
-    workspace = Workspace.create(units, shape, problem.D, q.device) if shape.num_splits > 1 else None
+    units = len(problem.q_lens) * problem.g * row_tiles(problem.q_lens[0], problem.h // problem.g, cut.rows)
+    workspace = Workspace.create(units, cut, problem.D, q.device) if cut.num_splits > 1 else None
     expected = problem.expected(q, k, v, window=options.window, soft_cap=options.soft_cap, sink_h=options.sink_h)
     for _ in range(2):  # the second call finds the counters as the first left them
         out.fill_(float("nan"))
@@ -62,7 +63,7 @@ def _check(
             kv_len_R=group.kv_len_R,
             block_table_RB=group.block_table_RB,
             causal=problem.causal,
-            shape=shape,
+            cut=cut,
             workspace=workspace,
             options=options,
         )
@@ -75,12 +76,12 @@ def _check(
 def test_decode(case: tuple[Problem, int], device: str) -> None:
     problem, num_splits = case
     for dtype in dtypes(device):
-        shape = DecodeShape(rows=16, positions=16 if device == "cpu" else 64, num_splits=num_splits)
-        _check(problem, dtype, device, shape)
+        cut = DecodeCut(rows=16, positions=16 if device == "cpu" else 64, num_splits=num_splits)
+        _check(problem, dtype, device, cut)
 
 
 OTHER_SHAPES = [
-    (problem, DecodeShape(rows=rows, positions=positions, num_splits=4, min_tiles=min_tiles, num_warps=warps))
+    (problem, DecodeCut(rows=rows, positions=positions, num_splits=4, min_tiles=min_tiles, num_warps=warps))
     for problem, _ in CASES[2:6]
     for rows, positions, min_tiles, warps in ((16, 32, 2, 4), (32, 128, 1, 4), (64, 64, 3, 8), (128, 64, 1, 8))
 ]
@@ -88,11 +89,11 @@ OTHER_SHAPES = [
 
 @pytest.mark.parametrize(
     ("case", "device"),
-    places(OTHER_SHAPES, [(FILLER, DecodeShape(rows=32, positions=32, num_splits=2, min_tiles=2))]),
+    places(OTHER_SHAPES, [(FILLER, DecodeCut(rows=32, positions=32, num_splits=2, min_tiles=2))]),
 )
-def test_decode_in_other_tiles(case: tuple[Problem, DecodeShape], device: str) -> None:
-    problem, shape = case
-    _check(problem, dtypes(device)[1], device, shape)
+def test_decode_in_other_tiles(case: tuple[Problem, DecodeCut], device: str) -> None:
+    problem, cut = case
+    _check(problem, dtypes(device)[1], device, cut)
 
 
 WITH_OPTIONS = [(splits, kind) for splits in SPLITS for kind in ("window", "soft_cap", "sink", "all")]
@@ -107,8 +108,8 @@ def test_decode_options(case: tuple[int, str], device: str) -> None:
         soft_cap=2.0 if kind in ("soft_cap", "all") else None,
         sink_h=torch.tensor([0.5, -1.0, 3.0, 0.0], device=device) if kind in ("sink", "all") else None,
     )
-    shape = DecodeShape(rows=16, positions=16, num_splits=num_splits)
-    _check(problem, torch.float32, device, shape, options)
+    cut = DecodeCut(rows=16, positions=16, num_splits=num_splits)
+    _check(problem, torch.float32, device, cut, options)
 
 
 RAGGED_TOYS = [
@@ -144,8 +145,7 @@ def test_ragged(case: Problem, device: str) -> None:
                 kv_len_R=group.kv_len_R,
                 block_table_RB=group.block_table_RB,
                 causal=problem.causal,
-                rows=64,
-                positions=32,
+                cut=RaggedCut(rows=64, positions=32),
                 options=options,
             )
             expected = problem.expected(
