@@ -80,6 +80,7 @@ class EngineRank:
             kv=KvCache.create(config, self.tp),
             tp=self.tp,
             device=device,
+            progress=say,
         )
         say("ready")
 

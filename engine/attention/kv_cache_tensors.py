@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.config.engine import EngineConfig
+from engine.layers.upload import upload
 from engine.parallel.sharding import shard_heads
 from engine.parallel.tp_group import TpGroup
 
@@ -54,7 +55,7 @@ class KvCache:
 
         The null block takes the K/V of dropped rows, so a row that is not finite may have left its mark there too.
         """
-        index = torch.tensor([0, *block_ids], device=self.target_kv[0][0].device)  # rare, so a wait does not count
+        index = upload([0, *block_ids], self.target_kv[0][0].device)
         for layers in (self.target_kv, self.drafter_kv):
             for k, v in layers:
                 k.index_fill_(0, index, 0.0)

@@ -17,6 +17,8 @@ class EngineConfig:
     load_format, drafter_load_format: auto, safetensors, or dummy (random weights, for measurements without a
         checkpoint; only in a config made by hand, such as for `LLM.from_config`: the resolver refuses it).
     drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only).
+    decode_programs: how decode rows run: "graphs" (fixed shapes, captured, CUDA only), "repeated" (the same shapes and
+        buffers, called each time), "eager" (shapes that follow the batch, decode rows and prompts in one forward).
     pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
     """
 
@@ -46,6 +48,7 @@ class EngineConfig:
     draft_len_schedule: tuple[tuple[int, int], ...]
     gate_window: int  # 0: no gate
     gate_threshold: float
+    decode_programs: Literal["graphs", "repeated", "eager"] = "eager"
     debug_checks: bool = False
     context_bucket: int = 64  # attention lengths are padded to its multiples, so that shapes repeat
 

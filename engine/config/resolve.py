@@ -48,6 +48,7 @@ def resolve_engine_config(
     enable_prefix_caching: bool = True,
     pipeline_depth: int | None = None,
     draft_len_choices: Sequence[int] | None = None,
+    decode_programs: str | None = None,
     load_format: str = "auto",
     debug_checks: bool = False,
     machine: Machine | None = None,
@@ -60,9 +61,10 @@ def resolve_engine_config(
     dtype: "auto" (the target's), "float32" or "bfloat16". max_model_len: tokens of prompt and output, default the
     target's positions. threads: per rank, default the physical cores over the ranks. num_blocks or
     kv_cache_memory_bytes: size of the KV cache per rank. pipeline_depth: default 0 on the CPU, 1 on CUDA.
-    draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len.
     drafter_weights: "model" (the engine's dtype), "int8", or "auto": int8 where the CPU kernel for it runs. Rounded
     weights change drafts, never output.
+    draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len. decode_programs: default "graphs" on CUDA, "eager"
+    on the CPU (see EngineConfig).
     machine: facts to size things by, default those of this process.
 
     Raises:
@@ -142,6 +144,7 @@ def resolve_engine_config(
         draft_len_schedule=schedule,
         gate_window=gate_window,
         gate_threshold=gate_threshold,
+        decode_programs=_resolve_decode_programs(decode_programs, device, debug_checks),
         debug_checks=debug_checks,
     )
     num_parameters = count_parameters(model_dir) + (count_parameters(drafter_dir) if drafter_dir else 0)
@@ -280,6 +283,22 @@ def _resolve_pipeline_depth(given: int | None, device: str) -> Literal[0, 1]:
     if given is None:
         return 0 if device == "cpu" else 1
     return 0 if given == 0 else 1
+
+
+def _resolve_decode_programs(
+    given: str | None, device: str, debug_checks: bool
+) -> Literal["graphs", "repeated", "eager"]:
+    if given is None:
+        given = "graphs" if device == "cuda" else "eager"
+    _one_of("decode_programs", given, ("graphs", "repeated", "eager"))
+    if given == "graphs" and device == "cpu":
+        raise ValueError("decode_programs: 'graphs' needs device 'cuda'; use 'eager' or 'repeated'")
+    if given == "graphs" and debug_checks:
+        logger.warning("decode_programs: 'repeated', not 'graphs': debug_checks reads the device inside every step")
+        return "repeated"
+    if given != "graphs" and device == "cuda":
+        logger.warning("decode_programs: %r: every kernel of every step is launched by the host", given)
+    return cast(Literal["graphs", "repeated", "eager"], given)
 
 
 def _read_drafter(

@@ -8,9 +8,14 @@ import torch
 
 from engine.layers.upload import upload
 from engine.parallel.tp_group import TpGroup
+from engine.runner.clock import StepClock
 from engine.runner.draft_program import Decision
 from engine.sampling.logprobs import LogprobTensors, to_messages, token_logprobs
 from engine.step import Finish, RowResult, SlotInit, TokenLogprobs
+
+NUM_COUNTS = 4  # numbers of a packed row ahead of its tokens
+_RING_ENTRIES = 3
+_FINISH = tuple(Finish)  # by value: they are 0, 1, 2, ..
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +70,91 @@ class LogprobRows:
         return result
 
 
-def row_results(decision: Decision, inits: Sequence[SlotInit], logprobs: LogprobRows | None) -> tuple[RowResult, ...]:
-    """One RowResult per sampling row of the plan, in plan order. Waits for the step."""
-    tokens = decision.tokens_SE.tolist()
-    emitted = decision.num_emitted_S.tolist()
-    accepted = decision.num_accepted_S.tolist()
-    drafted = decision.num_drafted_S.tolist()
-    finish = decision.finish_S.tolist()
-    entries = {} if logprobs is None else logprobs.messages(inits, emitted)
-    return tuple(
-        [
-            RowResult(
-                slot=init.slot,
-                generation=init.generation,
-                token_ids=tuple(tokens[i][: emitted[i]]),
-                num_drafted=drafted[i],
-                num_accepted=accepted[i],
-                finish=Finish(finish[i]),
-                logprobs=entries.get(i),
-            )
-            for i, init in enumerate(inits)
-        ]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResultRows:
+    """Where an entry of the ring holds some rows: `num_rows` of `width` numbers each, from `start` on."""
+
+    start: int
+    num_rows: int
+    width: int
+
+
+class ResultEntry:
+    """Host memory of one step's results, pinned on CUDA, with the marks around the step."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.clock = StepClock(device)
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._array = self._host.numpy()
+        self._used = 0
+
+    def begin(self) -> None:
+        """A step is about to be launched; the last one's results are gone."""
+        self._used = 0
+        self.clock.start()
+
+    def put(self, packed_SW: torch.Tensor) -> ResultRows:
+        """Queues the copy of some rows, as `pack` makes them."""
+        num_rows, width = packed_SW.shape
+        start, self._used = self._used, self._used + num_rows * width
+        self._host[start : self._used].view(num_rows, width).copy_(packed_SW, non_blocking=True)
+        return ResultRows(start=start, num_rows=num_rows, width=width)
+
+    def read(self, place: ResultRows) -> list[list[int]]:
+        """The rows, once the step is done."""
+        end = place.start + place.num_rows * place.width
+        rows: list[list[int]] = self._array[place.start : end].reshape(place.num_rows, place.width).tolist()
+        return rows
+
+
+class ResultRing:
+    """Entries taken in turn: one more than steps can be in flight."""
+
+    def __init__(self, *, num_rows: int, num_columns: int, device: torch.device) -> None:
+        capacity = num_rows * (NUM_COUNTS + num_columns)
+        self._entries = [ResultEntry(capacity, device) for _ in range(_RING_ENTRIES)]
+        self._next = 0
+
+    def take(self) -> ResultEntry:
+        entry = self._entries[self._next]
+        self._next = (self._next + 1) % len(self._entries)
+        entry.begin()
+        return entry
+
+
+def pack(decision: Decision) -> torch.Tensor:
+    """int32 [S, NUM_COUNTS + E]: emitted, accepted, drafted, finish, then the tokens of each row."""
+    counts_S4 = torch.stack(
+        [decision.num_emitted_S, decision.num_accepted_S, decision.num_drafted_S, decision.finish_S], dim=1
     )
+    return torch.cat([counts_S4, decision.tokens_SE], dim=1).to(torch.int32)
+
+
+def unpack(packed_SW: torch.Tensor, slots: Sequence[int]) -> Decision:
+    """The decision behind packed rows, as views of them."""
+    emitted_S, accepted_S, drafted_S, finish_S = packed_SW[:, :NUM_COUNTS].unbind(dim=1)
+    return Decision(
+        slots_S=upload(slots, packed_SW.device),
+        tokens_SE=packed_SW[:, NUM_COUNTS:],
+        num_emitted_S=emitted_S,
+        num_accepted_S=accepted_S,
+        num_drafted_S=drafted_S,
+        finish_S=finish_S,
+    )
+
+
+def row_results(packed: list[list[int]], inits: Sequence[SlotInit], logprobs: LogprobRows | None) -> list[RowResult]:
+    """One RowResult per sampling row, in the order of `packed` and `inits`."""
+    entries = {} if logprobs is None else logprobs.messages(inits, [row[0] for row in packed])
+    return [
+        RowResult(
+            slot=init.slot,
+            generation=init.generation,
+            token_ids=tuple(row[NUM_COUNTS : NUM_COUNTS + row[0]]),
+            num_drafted=row[2],
+            num_accepted=row[1],
+            finish=_FINISH[row[3]],
+            logprobs=entries.get(i),
+        )
+        for i, (row, init) in enumerate(zip(packed, inits, strict=True))
+    ]

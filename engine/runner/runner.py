@@ -4,6 +4,7 @@ Guard rail: only what every model and every step needs belongs here. A feature t
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,31 +16,45 @@ from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
 from engine.runner.agreement import RankAgreement
-from engine.runner.batch import InputBuilder, decode_block
-from engine.runner.clock import StepClock
+from engine.runner.batch import DecodeBlock, InputBuilder, decode_block
+from engine.runner.decode_programs import DecodePrograms
 from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
-from engine.runner.results import LogprobRows, row_results
-from engine.runner.slots import SlotState
-from engine.runner.target_program import TargetProgram
-from engine.step import SlotInit, StepPlan, StepResult
+from engine.runner.recorder import GraphRecorder, Repeater
+from engine.runner.results import LogprobRows, ResultEntry, ResultRing, ResultRows, pack, row_results, unpack
+from engine.runner.slots import SlotState, SlotTraits
+from engine.runner.target_program import TargetProgram, TargetStep
+from engine.step import PrefillChunk, RowResult, SlotInit, StepPlan, StepResult
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Launched:
-    """A step on the device. Everything a later step changes (slot state, block tables) is not in here.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """Rows of a step that were decided together. place: where the step's entry will hold their results.
 
-    inits: the sampling rows' requests in plan order. decision, logprobs: None where no row samples, or asked for any.
+    inits: their requests in plan order. logprobs: None where nobody asked for any.
     """
 
-    plan: StepPlan
     inits: tuple[SlotInit, ...]
-    decision: Decision | None
+    place: ResultRows
     logprobs: LogprobRows | None
-    clock: StepClock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launched:
+    """A step on the device. Everything a later step changes (slot state, block tables) is not in here."""
+
+    plan: StepPlan
+    entry: ResultEntry
+    rows: list[_Rows]
 
 
 class ModelRunner:
-    """Runs T then D for each plan, in launch order; `collect` hands the results back in the same order."""
+    """Runs T then D for each plan, in launch order; `collect` hands the results back in the same order.
+
+    With decode programs (`config.decode_programs`) a step's decode rows and its prompt chunks run one behind the other,
+    the first in programs of fixed shapes, the second in a ragged forward of its own; without, they share one forward.
+
+    progress: called with a short phase name while programs are recorded.
+    """
 
     def __init__(
         self,
@@ -50,55 +65,135 @@ class ModelRunner:
         kv: KvCache,
         tp: TpGroup,
         device: torch.device,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config
-        self.state = SlotState(config, device)
+        fixed_shapes = config.decode_programs != "eager"
+        self.state = SlotState(config, device, fixed_shapes=fixed_shapes)
         self.kv = kv
         self.tp = tp
         self._device = device
         self._builder = InputBuilder(config, self.state, device)
+        self._fixed_builder = InputBuilder(config, self.state, device, fixed_shapes=True)
         taps = config.drafter.target_layer_ids if config.drafter is not None else ()
         self._target_program = TargetProgram(target, kv, taps)
         self._draft_program = DecideAndDraft(
-            config=config, target=target, drafter=drafter, kv=kv, state=self.state, builder=self._builder, tp=tp
+            config=config,
+            target=target,
+            drafter=drafter,
+            kv=kv,
+            state=self.state,
+            builder=self._fixed_builder if fixed_shapes else self._builder,
+            tp=tp,
         )
         self._agreement = RankAgreement(tp, every_step=config.debug_checks)
+        self._results = ResultRing(num_rows=config.max_num_seqs, num_columns=config.max_draft_len + 1, device=device)
         self._launched: deque[_Launched] = deque()
+        self._decode_programs = self._record(progress or (lambda phase: None)) if fixed_shapes else None
+
+    @torch.inference_mode()
+    def _record(self, progress: Callable[[str], None]) -> DecodePrograms:
+        programs = DecodePrograms(
+            config=self.config,
+            state=self.state,
+            builder=self._fixed_builder,
+            target_program=self._target_program,
+            draft_program=self._draft_program,
+            recorder=GraphRecorder(self._device) if self.config.decode_programs == "graphs" else Repeater(),
+            device=self._device,
+        )
+        programs.record(progress)
+        return programs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
         """Execute one plan. On a CPU the work is done when this returns; on a device it is queued, and nothing is read
         back but where the ranks are compared."""
-        clock = StepClock(self._device)
+        entry = self._results.take()
         if plan.zero_blocks:
             self.kv.zero_blocks(plan.zero_blocks)
-        self.state.apply(plan)
-        decode = None
-        if plan.decode_slots:
-            decode = decode_block(self.state, upload(plan.decode_slots, self._device), plan.verify_len)
-        num_decode = len(plan.decode_slots)
-        slots = (*plan.decode_slots, *[chunk.slot for chunk in plan.prefill if chunk.samples])
-        inits = tuple([self.state.init_of(slot) for slot in slots])
-        inputs = self._builder.target_inputs(decode, plan.prefill)
-        step = self._target_program.run(inputs, num_decode * (plan.verify_len + 1), plan.prefill)
-        decision = self._draft_program.decide(step, decode, plan.prefill, plan.verify_len, SamplingNeeds.of(inits))
-        self._draft_program.write_context(step, decision, num_decode, plan.verify_len)
-        logprobs = None
-        if decision is not None:
-            assert step.logits_MV is not None
-            self._draft_program.draft(decision.slots_S, plan.draft_len)
-            # Here and not in `collect`: it may gather over the ranks, and collectives follow the launch order.
-            logprobs = LogprobRows.of(decision, inits, step.logits_MV, num_decode, self.tp)
-        clock.stop()
+        if self._decode_programs is None:
+            self.state.apply(plan)
+            rows = self._run_eagerly(plan, plan.decode_slots, plan.prefill, entry)
+        else:
+            rows = self._run_decode(plan, entry)
+            if plan.prefill:
+                rows += self._run_eagerly(plan, (), plan.prefill, entry)
+        entry.clock.stop()
+        self._launched.append(_Launched(plan=plan, entry=entry, rows=rows))
+
+    def _run_decode(self, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
+        """The decode rows, in recorded programs. Applies the plan's changes of state first."""
+        programs = self._decode_programs
+        assert programs is not None
+        entries: list[int] = []
+        block_ids: list[int] = []
+        if plan.new_slots or plan.prefill:
+            self.state.apply(plan)
+        elif plan.block_updates:
+            entries, block_ids = self.state.table_entries(plan.block_updates)
+            if not programs.has_room(plan, len(entries)):
+                self.state.write_table(entries, block_ids)
+                entries, block_ids = [], []
+        if not plan.decode_slots:
+            return []
+        pair = programs.run_target(plan, entries, block_ids)
+        inits = self.state.inits_of(plan.decode_slots)
+        traits = self.state.traits_of(plan.decode_slots)
+        if traits & SlotTraits.LOGPROBS:
+            output = pair.output(len(inits))
+            return self._decide_and_draft(plan, output.step, output.decode, (), plan.draft_len, inits, entry)
+        packed = programs.run_draft(pair, plan, traits)
+        if self.tp.size > 1:
+            self._agreement.check(plan.step_id, unpack(packed, plan.decode_slots))
+        return [_Rows(inits=inits, place=entry.put(packed), logprobs=None)]
+
+    def _run_eagerly(
+        self, plan: StepPlan, decode_slots: tuple[int, ...], prefill: tuple[PrefillChunk, ...], entry: ResultEntry
+    ) -> list[_Rows]:
+        """These decode rows and prompt chunks in one forward of exactly their shape."""
+        decode, verify_len = None, 0
+        if decode_slots:
+            verify_len = plan.verify_len
+            decode = decode_block(self.state, upload(decode_slots, self._device), verify_len)
+        inits = self.state.inits_of((*decode_slots, *[chunk.slot for chunk in prefill if chunk.samples]))
+        inputs = self._builder.target_inputs(decode, prefill)
+        step = self._target_program.run(inputs, len(decode_slots) * (verify_len + 1), prefill)
+        return self._decide_and_draft(plan, step, decode, prefill, verify_len, inits, entry)
+
+    def _decide_and_draft(
+        self,
+        plan: StepPlan,
+        step: TargetStep,
+        decode: DecodeBlock | None,
+        prefill: tuple[PrefillChunk, ...],
+        verify_len: int,
+        inits: tuple[SlotInit, ...],
+        entry: ResultEntry,
+    ) -> list[_Rows]:
+        """D, not recorded. verify_len: the width of T's decode rows."""
+        num_decode = 0 if decode is None else decode.slots_R.shape[0]
+        needs = SamplingNeeds.of(inits)
+        decision: Decision | None = self._draft_program.decide(step, decode, prefill, verify_len, needs)
+        self._draft_program.write_context(step, decision, num_decode, verify_len)
+        if decision is None:
+            return []
+        assert step.logits_MV is not None
+        self._draft_program.draft(decision.slots_S, plan.draft_len)
+        # Here and not in `collect`: it may gather over the ranks, and collectives follow the launch order.
+        logprobs = LogprobRows.of(decision, inits, step.logits_MV, num_decode, self.tp)
         self._agreement.check(plan.step_id, decision)
-        self._launched.append(_Launched(plan=plan, inits=inits, decision=decision, logprobs=logprobs, clock=clock))
+        return [_Rows(inits=inits, place=entry.put(pack(decision)), logprobs=logprobs)]
 
     def collect(self) -> StepResult:
         """Waits for the oldest launched step that was not collected, and reads it."""
         assert self._launched, "collect without a launched step"
         done = self._launched.popleft()
-        rows = () if done.decision is None else row_results(done.decision, done.inits, done.logprobs)
-        return StepResult(step_id=done.plan.step_id, rows=rows, duration_s=done.clock.seconds())
+        done.entry.clock.wait()
+        results: list[RowResult] = []
+        for rows in done.rows:
+            results += row_results(done.entry.read(rows.place), rows.inits, rows.logprobs)
+        return StepResult(step_id=done.plan.step_id, rows=tuple(results), duration_s=done.entry.clock.seconds())
 
     def discard(self) -> None:
         """Forgets the oldest launched step without waiting for it: on ranks whose results nobody reads."""

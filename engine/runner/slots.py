@@ -83,9 +83,7 @@ class SlotState:
         """Upload a plan's new slots and block-table changes, in that order."""
         if plan.new_slots:
             self._assign(plan.new_slots)
-        entries, block_ids = self.table_entries(plan.block_updates)
-        if entries:
-            self.block_table.view(-1)[upload(entries, self._device)] = upload(block_ids, self._device)
+        self.write_table(*self.table_entries(plan.block_updates))
         used = [*plan.decode_slots, *[chunk.slot for chunk in plan.prefill]]
         self.longest_table = max([self._num_blocks[slot] for slot in used], default=0)
 
@@ -102,6 +100,15 @@ class SlotState:
             block_ids.extend(update.block_ids)
             self._num_blocks[update.slot] = end
         return entries, block_ids
+
+    def write_table(self, entries: list[int], block_ids: list[int]) -> None:
+        """Puts block ids into the flattened block table."""
+        if entries:
+            self.block_table.view(-1)[upload(entries, self._device)] = upload(block_ids, self._device)
+
+    def inits_of(self, slots: Sequence[int]) -> tuple[SlotInit, ...]:
+        """The host's copies of what the slots' requests asked for."""
+        return tuple([self.init_of(slot) for slot in slots])
 
     def init_of(self, slot: int) -> SlotInit:
         """The host's copy of what the slot's request asked for."""
