@@ -25,6 +25,10 @@ from engine.sampling.filters import (
     scale_by_temperature,
 )
 from engine.sampling.noise import gumbel_noise, gumbel_noise_pairs
+from engine.sampling.select import selected_thresholds
+
+# Logits drawn from at a time on a device: the weights and masks of a draw take several times their memory.
+_DRAW_ELEMENTS = 1 << 25
 
 
 class VocabGroup(Protocol):
@@ -63,7 +67,7 @@ class SamplingRows:
     stop_ids_NS: Tensor | None = None
     mask_stops_N: Tensor | None = None
 
-    def take(self, row_indices: Tensor) -> "SamplingRows":
+    def take(self, row_indices: Tensor | slice) -> "SamplingRows":
         """The rows at these indices (flags unchanged; stop masking is not carried, it is applied before)."""
         return SamplingRows(
             temperature_N=self.temperature_N[row_indices],
@@ -236,15 +240,31 @@ def _thresholds(scaled_NV: Tensor, rows: SamplingRows, sorted_NM: Tensor) -> Ten
 
 def _draw_any_row(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:
     """(value, id) per row with fixed shapes and no read-back: every row pays for the dearest one."""
+    count, vocab = logits_NV.shape
+    step = max(1, _DRAW_ELEMENTS // vocab)
+    parts = [
+        _draw_some_rows(logits_NV[first : first + step], rows.take(slice(first, first + step)), vocab_start)
+        for first in range(0, count, step)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    values, ids = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(ids)
+
+
+def _draw_some_rows(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:
     drawn_N1 = (rows.temperature_N > 0)[:, None]
     scaled_NV = scale_by_temperature(logits_NV, rows.temperature_N)
     score_NV = scaled_NV + _noise(rows, vocab_start, logits_NV)
     if rows.any_filter:
-        width = rows.sort_width if 0 < rows.sort_width < logits_NV.shape[1] else logits_NV.shape[1]
-        sorted_NM = scaled_NV.topk(width, dim=1).values
-        threshold_N1 = _thresholds(scaled_NV, rows, sorted_NM)[:, None]
-        score_NV = torch.where(scaled_NV < threshold_N1, -math.inf, score_NV)
+        score_NV = torch.where(scaled_NV < _fixed_shape_thresholds(scaled_NV, rows)[:, None], -math.inf, score_NV)
     return argmax_pair(torch.where(drawn_N1, score_NV, scaled_NV), vocab_start)
+
+
+def _fixed_shape_thresholds(scaled_NV: Tensor, rows: SamplingRows) -> Tensor:
+    if 0 < rows.sort_width < scaled_NV.shape[1]:
+        return _thresholds(scaled_NV, rows, scaled_NV.topk(rows.sort_width, dim=1).values)
+    return selected_thresholds(scaled_NV, top_k_N=rows.top_k_N, top_p_N=rows.top_p_N, min_p_N=rows.min_p_N)
 
 
 def _noisy_argmax(scaled_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:
