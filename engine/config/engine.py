@@ -19,6 +19,8 @@ class EngineConfig:
     drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only).
     decode_programs: how decode rows run: "graphs" (fixed shapes, captured, CUDA only), "repeated" (the same shapes and
         buffers, called each time), "eager" (shapes that follow the batch, decode rows and prompts in one forward).
+    synthetic_acceptance_length: mean tokens a drafting row emits per step, drafts accepted by decree
+        (`engine.sampling.synthetic`); for measurements, the output means nothing. None: verification decides.
     pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
     """
 
@@ -49,6 +51,7 @@ class EngineConfig:
     gate_window: int  # 0: no gate
     gate_threshold: float
     decode_programs: Literal["graphs", "repeated", "eager"] = "eager"
+    synthetic_acceptance_length: float | None = None
     debug_checks: bool = False
     context_bucket: int = 64  # attention lengths are padded to its multiples, so that shapes repeat
 

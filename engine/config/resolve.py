@@ -49,6 +49,7 @@ def resolve_engine_config(
     pipeline_depth: int | None = None,
     draft_len_choices: Sequence[int] | None = None,
     decode_programs: str | None = None,
+    synthetic_acceptance_length: float | None = None,
     load_format: str = "auto",
     debug_checks: bool = False,
     machine: Machine | None = None,
@@ -64,7 +65,8 @@ def resolve_engine_config(
     drafter_weights: "model" (the engine's dtype), "int8", or "auto": int8 where the CPU kernel for it runs. Rounded
     weights change drafts, never output.
     draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len. decode_programs: default "graphs" on CUDA, "eager"
-    on the CPU (see EngineConfig).
+    on the CPU (see EngineConfig). synthetic_acceptance_length: for benchmarks alone: drafts are accepted by decree, so
+    the output means nothing.
     machine: facts to size things by, default those of this process.
 
     Raises:
@@ -145,6 +147,7 @@ def resolve_engine_config(
         gate_window=gate_window,
         gate_threshold=gate_threshold,
         decode_programs=_resolve_decode_programs(decode_programs, device, debug_checks),
+        synthetic_acceptance_length=_check_synthetic(synthetic_acceptance_length, choices[-1]),
         debug_checks=debug_checks,
     )
     num_parameters = count_parameters(model_dir) + (count_parameters(drafter_dir) if drafter_dir else 0)
@@ -283,6 +286,20 @@ def _resolve_pipeline_depth(given: int | None, device: str) -> Literal[0, 1]:
     if given is None:
         return 0 if device == "cpu" else 1
     return 0 if given == 0 else 1
+
+
+def _check_synthetic(length: float | None, max_draft_len: int) -> float | None:
+    if length is None:
+        return None
+    if not 1.0 <= length <= max_draft_len + 1:
+        raise ValueError(
+            f"synthetic_acceptance_length: must lie between 1 and max_draft_len + 1 = {max_draft_len + 1}, got {length}"
+        )
+    logger.warning(
+        "synthetic_acceptance_length: drafts are accepted by decree (%s tokens a step); the output means nothing",
+        length,
+    )
+    return length
 
 
 def _resolve_decode_programs(

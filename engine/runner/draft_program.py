@@ -20,6 +20,7 @@ from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
 from engine.sampling.filters import FilterFlags
 from engine.sampling.sampler import SamplingRows, greedy_pairs, greedy_tokens, peak_logits, sample, stops_are_masked
+from engine.sampling.synthetic import synthetic_accepted
 from engine.sampling.verify import verify
 from engine.step import PrefillChunk, SlotInit
 
@@ -110,6 +111,7 @@ class DecideAndDraft:
             stop_ids_RS=state.stop_ids[slots_S],
             finished_R=rows.finished_R,
             valid_RK1=_rows_of(valid_M, num_decode, width, len(ends)),
+            synthetic_R=self._synthetic(slots_S, committed_S),
         )
         emits_S = verdict.num_emitted_R > 0
         state.committed_len[slots_S] = committed_S + verdict.num_emitted_R
@@ -123,6 +125,10 @@ class DecideAndDraft:
             num_drafted_S=rows.k_R,
             finish_S=verdict.finish_R,
         )
+
+    def _synthetic(self, slots_S: torch.Tensor, committed_S: torch.Tensor) -> torch.Tensor | None:
+        length = self._config.synthetic_acceptance_length
+        return None if length is None else synthetic_accepted(length, self._state.seed[slots_S], committed_S)
 
     def write_context(self, step: TargetStep, decision: Decision | None, num_decode: int, verify_len: int) -> None:
         """Drafter K/V for every token this step committed: accepted decode rows and all prompt rows."""

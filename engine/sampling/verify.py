@@ -43,6 +43,7 @@ def verify(
     stop_ids_RS: Tensor,
     finished_R: Tensor,
     valid_RK1: Tensor | None = None,
+    synthetic_R: Tensor | None = None,
 ) -> Verdict:
     """Accept the leading drafts that match, emit them plus one token, cut at a stop id or at max_len.
 
@@ -57,6 +58,7 @@ def verify(
         finished_R: bool; finished and padding rows emit nothing.
         valid_RK1: bool; False where a column's logits are not finite. The block ends before the first such column, with
             ERROR if plain decoding would have come to it as well. None: all are valid.
+        synthetic_R: int64; so many drafts are accepted whatever they are, as far as the row has them. For measurements.
     """
     columns = target_RK1.shape[1]
     column_K1 = torch.arange(columns, device=target_RK1.device)
@@ -66,6 +68,8 @@ def verify(
         valid_RK1 = torch.ones_like(target_RK1, dtype=torch.bool)
     match_RK = (draft_RK == target_RK1[:, :-1]) & (column_K1[:-1] < k_R[:, None]) & valid_RK1[:, :-1]
     accepted_R = match_RK.to(torch.int64).cumprod(dim=1).sum(dim=1)
+    if synthetic_R is not None:
+        accepted_R = torch.minimum(synthetic_R, k_R)
 
     is_stop_RK1 = (target_RK1[:, :, None] == stop_ids_RS[:, None, :]).any(dim=2) & (target_RK1 >= 0)
     is_stop_RK1 = is_stop_RK1 & ~stops_are_masked(position_RK1, min_len_R[:, None])

@@ -189,7 +189,9 @@ def _fill_randomly(placements: list[Placement]) -> None:
         if len(placement.shape) == 1:
             placement.target.fill_(0.0 if placement.name.endswith(".bias") else 1.0)
             continue
-        whole = torch.randn(placement.shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+        device = placement.target.device  # an 8B model is drawn in a second there, in minutes on the host
+        generator = torch.Generator(device).manual_seed(seed)
+        whole = torch.randn(placement.shape, generator=generator, device=device) * 0.02
         assert placement.columns is not None
         placement.target.copy_(whole[slice(*placement.rows), slice(*placement.columns)])
 
