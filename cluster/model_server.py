@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -149,4 +150,5 @@ def serve_stops_replicas(app: str, deployment: str) -> bool:
     status = serve.status().applications.get(app)
     if status is None or status.status == "DELETING" or deployment not in status.deployments:
         return True
-    return status.deployments[deployment].replica_states.get("STOPPING", 0) > 0
+    states: Mapping[Any, int] = status.deployments[deployment].replica_states  # by ReplicaState, which is a str
+    return states.get("STOPPING", 0) > 0

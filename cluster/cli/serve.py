@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import signal
+import sys
 import threading
 import time
 import urllib.error
@@ -25,6 +26,7 @@ from cluster.cli.deployment_watch import (
     look,
     wait_until_running,
 )
+from cluster.cli.ray_notes import RayNotes
 from cluster.config import ClusterConfig, ConfigError, in_config_terms, load_config
 
 # A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the end of the ranks and of Ray the
@@ -99,6 +101,13 @@ class _Server:
 
     def run(self) -> None:
         """Start, announce, wait for a signal, stop. Leaves with a non-zero status if the server cannot start."""
+        if self._verbose:
+            self._run()
+        else:
+            with contextlib.redirect_stdout(RayNotes(sys.stdout)):
+                self._run()
+
+    def _run(self) -> None:
         failure: str | None = None
         self._handle_signals()
         try:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, build_tokenizer
 
+from cluster import death_notes
 from cluster.app import application, build, live_values, read_config, without_live_values
 from cluster.cli.deployment_watch import DrainFailedError, drain_replicas
 from cluster.config import ClusterConfig
@@ -125,6 +126,8 @@ def test_a_dead_engine_ends_the_replica_and_a_new_one_serves(url: str):
             pass  # the proxy may cut a request to the ending replica
         assert time.monotonic() < deadline, "no new replica"
         time.sleep(0.5)
+    assert death_notes.take("toy") == ["rank 0 exited with code -9"]
+    assert death_notes.take("toy") == []
 
 
 class Open:
