@@ -23,7 +23,7 @@ from engine.attention.cuda_choice import (
     ragged_cut,
 )
 from engine.attention.reference import paged_attention
-from engine.kernels.available import KERNEL_DTYPES, interpreted, unavailable_reason
+from engine.kernels.available import KERNEL_DTYPES, dependent_launch, interpreted, unavailable_reason
 from engine.layers.upload import upload
 
 _MIN_BLOCK = 16
@@ -123,6 +123,7 @@ def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
         cut=plan.cut,
         workspace=plan.workspace,
         options=AttentionOptions(window=group.window),
+        pdl=dependent_launch(),
     )
 
 
@@ -151,4 +152,5 @@ def _ragged(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
         causal=group.causal,
         cut=cut,
         options=AttentionOptions(window=group.window),
+        pdl=dependent_launch(),
     )

@@ -14,6 +14,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 CHOICE_VARIABLE = "DFLASH_CUDA_KERNELS"
+LAUNCH_VARIABLE = "DFLASH_CUDA_DEPENDENT_LAUNCH"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -32,6 +33,18 @@ def unavailable_reason() -> str | None:
         raise ValueError(f"{CHOICE_VARIABLE}=triton: {reason}")
     logger.info("CUDA kernels: %s", "Triton" if reason is None else f"torch's ({reason})")
     return reason
+
+
+@functools.cache
+def dependent_launch() -> bool:
+    """Whether kernels start while the one before them still runs (`engine.kernels.device_ops`). SM90 or later.
+
+    DFLASH_CUDA_DEPENDENT_LAUNCH=0 switches it off.
+    """
+    choice = os.environ.get(LAUNCH_VARIABLE, "1")
+    if choice not in ("0", "1"):
+        raise ValueError(f"{LAUNCH_VARIABLE} is {choice!r}: use 0 or 1")
+    return choice == "1" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def obstacle() -> str | None:

@@ -27,9 +27,10 @@ from engine.kernels.attention_scan import (
     precision,
     scan,
 )
+from engine.kernels.device_ops import begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Q", "kv_heads", "m_tiles", "num_splits"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -51,7 +52,7 @@ def _decode_kernel(
     kv_heads,
     m_tiles,
     num_splits,
-    Q: tl.constexpr,
+    Q,
     G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -67,7 +68,9 @@ def _decode_kernel(
     MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     unit, split = tl.program_id(0), tl.program_id(1)
     sequence = unit // (kv_heads * m_tiles)
     kv_head = (unit // m_tiles) % kv_heads
@@ -94,14 +97,14 @@ def _decode_kernel(
         at = (sequence * Q + query).to(tl.int64)
         inside = real[:, None] & (d < D)[None, :]
         q = tl.load(q_ptr + at[:, None] * q_row_stride + head[:, None] * D + d[None, :], mask=inside, other=0.0)
-        begin = first + split * per_split
+        own = first + split * per_split
         best, total, values = scan(
             q,
             k_ptr + kv_head * D,
             v_ptr + kv_head * D,
             table_ptr + sequence.to(tl.int64) * table_stride,
-            begin,
-            tl.minimum(begin + per_split, first + num_tiles),
+            own,
+            tl.minimum(own + per_split, first + num_tiles),
             tl.minimum(position - WINDOW + 1, kv_len - 1),
             seen,
             kv_len,
@@ -156,7 +159,7 @@ def _decode_kernel(
             tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Q", "kv_heads", "m_tiles", "num_splits"])
 def _merge_kernel(
     part_ptr,
     stat_ptr,
@@ -168,7 +171,7 @@ def _merge_kernel(
     kv_heads,
     m_tiles,
     num_splits,
-    Q: tl.constexpr,
+    Q,
     G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -179,8 +182,10 @@ def _merge_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SINK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program merges one (query, head): its row of a tile of `_decode_kernel`, over all splits at once."""
+    begin(PDL)
     query_row, head = tl.program_id(0), tl.program_id(1)
     sequence, query = query_row // Q, query_row % Q
     m = query * G + head % G
@@ -254,6 +259,7 @@ def decode_attention(
     cut: DecodeCut,
     workspace: Workspace | None,
     options: AttentionOptions = PLAIN,
+    pdl: bool = False,
 ) -> None:
     """Writes the attention of R x q_len rows, sequence by sequence, into out_NE [N, h * D].
 
@@ -271,7 +277,6 @@ def decode_attention(
     nothing = out_NE  # a pointer nobody follows
     sink = nothing if options.sink_h is None else options.sink_h
     common = {
-        "Q": q_len,
         "G": G,
         "D": D,
         "DP": padded_head(D),
@@ -281,6 +286,8 @@ def decode_attention(
         "CAUSAL": causal,
         "WINDOW": options.window or 0,
         "SINK": options.sink_h is not None,
+        "PDL": pdl,
+        "launch_pdl": pdl,
     }
     _decode_kernel[(R * g * m_tiles, cut.num_splits)](
         q_NhD,
@@ -303,6 +310,7 @@ def decode_attention(
         g,
         m_tiles,
         cut.num_splits,
+        q_len,
         **common,
         BLOCK_SIZE=block_size,
         SOFT_CAP=options.soft_cap is not None,
@@ -325,6 +333,7 @@ def decode_attention(
             g,
             m_tiles,
             cut.num_splits,
+            q_len,
             **common,
             SP=triton.next_power_of_2(cut.num_splits),
             num_warps=1 if cut.num_splits <= 16 else 4,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.cuda_choice import RaggedCut
 from engine.kernels.attention_scan import PLAIN, AttentionOptions, check_layout, finish, padded_head, precision, scan
+from engine.kernels.device_ops import begin
 
 
 @triton.jit
@@ -42,8 +43,10 @@ def _ragged_kernel(
     SINK: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """tile_ptr [tiles, 4]: sequence, first query within it, number of queries, first row."""
+    begin(PDL)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tile_ptr + 4 * tile)
     first_query = tl.load(tile_ptr + 4 * tile + 1).to(tl.int32)
@@ -109,6 +112,7 @@ def ragged_attention(
     causal: bool,
     cut: RaggedCut,
     options: AttentionOptions = PLAIN,
+    pdl: bool = False,
 ) -> None:
     """Writes the attention of sequences of any lengths into out_NE [N, h * D]. tiles_T4: `ragged_tiles` of them at
     the cut's rows."""
@@ -144,7 +148,9 @@ def ragged_attention(
         SINK=options.sink_h is not None,
         PRECISION=precision(q_NhD.dtype),
         STAGES=cut.num_stages,
+        PDL=pdl,
         num_warps=cut.num_warps,
+        launch_pdl=pdl,
     )
 
 

@@ -1,4 +1,5 @@
-"""`Linear`: the one matrix layer every model uses, on torch or, once prepared, on the CPU kernel of `cpu_gemm`."""
+"""`Linear`: the one matrix layer every model uses: torch; once prepared, the CPU kernel of `cpu_gemm`; for few rows on
+CUDA, the Triton kernel of `engine.kernels.row_gemm`."""
 
 import torch
 from torch import Tensor, nn
@@ -7,6 +8,7 @@ from torch.nn import functional as F
 from engine.layers.cpu_gemm import PackedMatrix
 from engine.layers.cpu_int8_gemm import Int8Matrix, suits_int8
 from engine.layers.cpu_jit import KERNEL_DTYPES, unavailable_reason
+from engine.layers.cuda_rows import cuda_rows
 
 _UPCAST_ROWS = 8192  # weight rows widened at a time where torch must return float32 from bfloat16 weights on the CPU
 
@@ -80,6 +82,11 @@ class Linear(nn.Module):
         """[.., in] -> [.., out]."""
         if self._matrix is not None:
             return self._matrix.matmul(x)
+        on_gpu = cuda_rows(x)
+        if on_gpu is not None:
+            y = on_gpu.linear(x, self.weight, self.bias, self.out_dtype)
+            if y is not None:
+                return y
         if self.out_dtype is None or self.out_dtype == x.dtype:
             return F.linear(x, self.weight, self.bias)
         if x.is_cuda:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.layers.cpu_rows import row_kernels
+from engine.layers.cuda_rows import cuda_rows
 
 
 def rms_scale(x: Tensor, eps: float) -> Tensor:
@@ -29,6 +30,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., size] -> [.., size]."""
+        on_gpu = cuda_rows(x)
+        if on_gpu is not None:
+            return on_gpu.rms_norm(x, self.weight, self.eps)
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         kernels = row_kernels(x.dtype) if x.shape[-1] % 8 == 0 else None

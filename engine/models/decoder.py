@@ -3,6 +3,7 @@
 Shapes: N rows, H hidden, h query heads, g KV heads (both local to the rank, padding included), D head size.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from engine.attention.context import Attention, AttentionContext
 from engine.layers.cpu_rows import RowKernels, row_kernels
+from engine.layers.cuda_rows import CudaRows, LayerWeights, cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import rotate
@@ -73,12 +75,24 @@ class DecoderLayer(nn.Module):
         self._norm_weights = (self.input_norm.weight, self.post_norm.weight)
 
     def forward(
-        self, x_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, ctx: AttentionContext, kv: tuple[Tensor, Tensor]
+        self,
+        x_NH: Tensor,
+        cos_N1D: Tensor,
+        sin_N1D: Tensor,
+        ctx: AttentionContext,
+        kv: tuple[Tensor, Tensor],
+        out_NH: Tensor | None = None,
     ) -> Tensor:
-        """The residual stream after the layer; the rows' K/V are written at ctx.slot_mapping_N. x_NH is kept."""
+        """The residual stream after the layer; the rows' K/V are written at ctx.slot_mapping_N. x_NH is kept.
+
+        out_NH: where the result goes, rows any stride apart; None makes a tensor.
+        """
+        on_gpu = cuda_rows(x_NH)
+        if on_gpu is not None:
+            return self._forward_cuda(on_gpu, x_NH, (cos_N1D, sin_N1D), ctx, kv, out_NH)
         kernels = row_kernels(x_NH.dtype) if self.suits_kernels and x_NH.device.type == "cpu" else None
         if kernels is not None:
-            return self._forward_compiled(kernels, x_NH, (cos_N1D, sin_N1D), ctx, kv)
+            return self._forward_compiled(kernels, x_NH, (cos_N1D, sin_N1D), ctx, kv, out_NH)
         h, g, D = self.num_heads, self.num_kv_heads, self.head_dim
         k_cache, v_cache = kv
         qkv = self.qkv.forward(self.input_norm.forward(x_NH)).view(-1, h + 2 * g, D)
@@ -93,15 +107,53 @@ class DecoderLayer(nn.Module):
 
         gate_up = self.gate_up.forward(self.post_norm.forward(x_NH))
         mixed = F.silu(gate_up[:, : self.mlp_size]).mul_(gate_up[:, self.mlp_size :])
-        return x_NH + self.tp.all_reduce(self.down.forward(mixed))
+        return torch.add(x_NH, self.tp.all_reduce(self.down.forward(mixed)), out=out_NH)
 
-    def _forward_compiled(
+    def _forward_cuda(
         self,
-        kernels: RowKernels,
+        kernels: CudaRows,
         x_NH: Tensor,
         angles: tuple[Tensor, Tensor],
         ctx: AttentionContext,
         kv: tuple[Tensor, Tensor],
+        out_NH: Tensor | None,
+    ) -> Tensor:
+        """Few rows of an unsharded layer take the fused launches."""
+        weights = self.cuda_weights
+        if self.tp.size > 1 or not kernels.takes_layer(x_NH.shape[0], weights):
+            return self._forward_compiled(kernels, x_NH, angles, ctx, kv, out_NH)
+        q_NhD = kernels.project_heads(x_NH, weights, angles, ctx.slot_mapping_N, kv)
+        out_NH = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if out_NH is None else out_NH
+        kernels.finish_layer(x_NH, self.attention(q_NhD, *kv, ctx), weights, out_NH)
+        return out_NH
+
+    @functools.cached_property
+    def cuda_weights(self) -> LayerWeights:
+        """The layer's tensors, found once."""
+        return LayerWeights(
+            input_norm=self.input_norm.weight,
+            qkv=self.qkv.weight,
+            qkv_bias=self.qkv.bias,
+            qk_norm=self.qk_norm_weight,
+            o=self.o.weight,
+            o_bias=self.o.bias,
+            post_norm=self.post_norm.weight,
+            gate_up=self.gate_up.weight,
+            down=self.down.weight,
+            eps=self.eps,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+
+    def _forward_compiled(
+        self,
+        kernels: RowKernels | CudaRows,
+        x_NH: Tensor,
+        angles: tuple[Tensor, Tensor],
+        ctx: AttentionContext,
+        kv: tuple[Tensor, Tensor],
+        out_NH: Tensor | None,
     ) -> Tensor:
         """`forward` with one compiled call for each chain of row-wise operations."""
         project_qkv, project_out, project_up, project_down = self._matrices
@@ -119,4 +171,4 @@ class DecoderLayer(nn.Module):
         attended = self.tp.all_reduce(project_out.forward(self.attention(q_NhD, *kv, ctx)))
         x_NH, normed_NH = kernels.add_rms_norm(x_NH, attended, post_weight, self.eps)
         mixed = kernels.silu_mul(project_up.forward(normed_NH))
-        return x_NH + self.tp.all_reduce(project_down.forward(mixed))
+        return torch.add(x_NH, self.tp.all_reduce(project_down.forward(mixed)), out=out_NH)

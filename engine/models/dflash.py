@@ -16,6 +16,7 @@ from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.model import DrafterConfig
 from engine.layers.cpu_rows import RowKernels, row_kernels
+from engine.layers.cuda_rows import cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import RotaryTable, rotate
@@ -115,8 +116,20 @@ class DFlashDrafter(nn.Module):
         """Writes K (normed, rotated) and V of every layer at the rows' slots; rows to be dropped point into block 0."""
         assert kv.drafter_stack is not None
         N, L, g, D = c_NH.shape[0], self.config.num_layers, self.spec.heads.num_kv_heads, self.spec.head_dim
-        kv_NLE = self.context_kv.forward(c_NH).view(N, L, 2 * g * D)
         cos_N1D, sin_N1D = self.rotary.rows(positions_N)
+        on_gpu = cuda_rows(c_NH)
+        if on_gpu is not None:
+            on_gpu.write_context(
+                c_NH,
+                self.context_kv,
+                (cos_N1D, sin_N1D),
+                slot_mapping_N,
+                kv.drafter_stack,
+                self.context_k_norm,
+                self.config.rms_norm_eps,
+            )
+            return
+        kv_NLE = self.context_kv.forward(c_NH).view(N, L, 2 * g * D)
         kernels = row_kernels(c_NH.dtype) if c_NH.device.type == "cpu" and self.suits_kernels else None
         if kernels is not None:
             for index, rows_NE in enumerate(kv_NLE.transpose(0, 1).contiguous()):

@@ -96,12 +96,12 @@ class TargetModel(nn.Module):
         """
         x_NH = self.embed(ids_N)
         cos_N1D, sin_N1D = self.rotary.rows(positions_N)
-        taps: list[Tensor] = []
+        taps_NTH = x_NH.new_empty(x_NH.shape[0], len(tap_layers), x_NH.shape[1]) if tap_layers else None
         for index, (layer, layer_kv) in enumerate(zip(self.layers, kv.target_kv, strict=True)):
-            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, ctx, layer_kv)
-            if index in tap_layers:
-                taps.append(x_NH)
-        taps_NTH = torch.stack(taps, dim=1) if taps else None
+            out_NH = None
+            if taps_NTH is not None and index in tap_layers:
+                out_NH = taps_NTH[:, tap_layers.index(index)]
+            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, ctx, layer_kv, out_NH)
         return TargetOutput(hidden_NH=self.norm.forward(x_NH), taps_NTH=taps_NTH)
 
     def add_draft_head(self) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.layers.cuda_rows import cuda_rows
 from engine.sampling.filters import (
     MAX_PARTIAL_SORT,
     min_p_threshold,
@@ -150,6 +151,9 @@ def mask_stop_ids(
 
 def argmax_pair(score_NV: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
     """(largest value [N], its lowest global id int64 [N]). A row holding NaN gives a valid id."""
+    on_gpu = cuda_rows(score_NV) if score_NV.dtype == torch.float32 else None
+    if on_gpu is not None:
+        return on_gpu.shard_argmax(score_NV, vocab_start)
     value_N, column_N = score_NV.max(dim=1)  # torch documents the first of equal values
     return value_N, column_N + vocab_start
 

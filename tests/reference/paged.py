@@ -90,7 +90,7 @@ class PagedModels:
         return cls(
             config=config,
             tp=tp,
-            tables=ids[: per_seq * num_seqs].view(num_seqs, per_seq),
+            tables=ids[: per_seq * num_seqs].view(num_seqs, per_seq).to(config.device),
             target=load_target(config, tp),
             drafter=load_drafter(config, tp) if config.drafter is not None else None,
         )
@@ -103,17 +103,17 @@ class PagedModels:
         self, groups: list[list[Piece]], *, causal: bool = True, slack: int = 0
     ) -> tuple[Tensor, Tensor, AttentionContext]:
         """(ids, positions, context) of a step. slack: how far max_kv_len lies above the longest sequence."""
-        made, first_row = [], 0
+        made, first_row, device = [], 0, self.config.device
         pieces = [piece for group in groups for piece in group]
-        positions = [torch.arange(p.start, p.start + len(p.ids)) for p in pieces]
+        positions = [torch.arange(p.start, p.start + len(p.ids), device=device) for p in pieces]
         for group in groups:
             lens = [p.start + len(p.ids) for p in group]
             made.append(
                 AttentionGroup(
                     first_row=first_row,
                     q_lens=tuple(len(p.ids) for p in group),
-                    q_start_R=torch.tensor([p.start for p in group]),
-                    kv_len_R=torch.tensor(lens),
+                    q_start_R=torch.tensor([p.start for p in group], device=device),
+                    kv_len_R=torch.tensor(lens, device=device),
                     block_table_RB=self.tables[[p.seq for p in group]],
                     max_kv_len=max(lens) + slack,
                     causal=causal,
@@ -121,7 +121,7 @@ class PagedModels:
             )
             first_row += made[-1].num_rows
         slot_mapping = torch.cat([self.slots(p.seq, pos) for p, pos in zip(pieces, positions, strict=True)])
-        ids = torch.tensor([token for p in pieces for token in p.ids])
+        ids = torch.tensor([token for p in pieces for token in p.ids], device=device)
         return ids, torch.cat(positions), AttentionContext(slot_mapping_N=slot_mapping, groups=tuple(made))
 
     def forward(self, groups: list[list[Piece]], *, slack: int = 0, keep_context: bool = True) -> TargetOutput:

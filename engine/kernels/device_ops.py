@@ -1,0 +1,57 @@
+"""Small device functions that several kernels share.
+
+PDL (programmatic dependent launch, SM90): a kernel launched with it may start while the kernel before it still runs. It
+asks for its weights first, which nobody writes, and waits before it touches anything else. Every kernel that may be
+launched so calls `begin`; then what it follows has ended, with all its writes visible, and so has all before that.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Waits for the kernel before this one, then lets the next one start up to its own wait."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(ptr, num_elements, LINES: tl.constexpr, LINE_ELEMENTS: tl.constexpr):
+    """Asks for the first LINES lines of 128 bytes from ptr, at most num_elements, to be brought into L2."""
+    if LINES > 0:
+        at = tl.minimum(tl.arange(0, LINES) * LINE_ELEMENTS, num_elements - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(ptr + at).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def rounded(x, like_ptr):
+    """float32 x rounded to the type that like_ptr points to, as float32: where the layer's torch form rounds."""
+    return x.to(like_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def inverse_rms(x_ptr, row_m, real_m, x_stride, eps, K: tl.constexpr, BK: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of rows [BM], float32."""
+    squares = tl.zeros([row_m.shape[0]], tl.float32)
+    k = tl.arange(0, BK)
+    for first in tl.range(0, K, BK, num_stages=2):
+        read = real_m[:, None] & (first + k < K)[None, :]
+        x = tl.load(x_ptr + row_m[:, None] * x_stride + first + k[None, :], mask=read, other=0.0).to(tl.float32)
+        squares += tl.sum(x * x, 1)
+    return tl.rsqrt(squares / K + eps)
+
+
+@triton.jit
+def normed(x, rms_m, weight, like_ptr):
+    """(x * rms, rounded) * weight, rounded: float32 x [BM, BK], weight [BK] of the pointer's type."""
+    scaled = rounded(x.to(tl.float32) * rms_m[:, None], like_ptr)
+    return (scaled * weight.to(tl.float32)[None, :]).to(like_ptr.dtype.element_ty)

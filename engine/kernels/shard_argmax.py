@@ -1,0 +1,89 @@
+"""Largest logit of each row and its lowest id in Triton, in two stages so that few rows fill the GPU.
+
+Shapes: N rows, V columns of the rank's vocabulary shard, C chunks of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.device_ops import begin
+
+_CHUNK = 4096
+
+
+@triton.jit
+def _largest(x, at, none):
+    """(maximum, NaN if any is; the lowest `at` of the maximum of the others; `none` where there is no other)."""
+    broken = x != x
+    known = tl.where(broken, float("-inf"), x)
+    best = tl.max(known, 0)
+    first = tl.min(tl.where((known == best) & (broken == 0), at, none), 0)
+    return tl.where(tl.max(broken.to(tl.int32), 0) > 0, float("nan"), best), first
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _chunk_kernel(x_ptr, value_ptr, id_ptr, V, x_stride, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < V, other=float("-inf"))
+    value, first = _largest(x, column, V - 1)
+    tl.store(value_ptr + row * num_chunks + chunk, value)
+    tl.store(id_ptr + row * num_chunks + chunk, tl.minimum(first, V - 1))
+
+
+@triton.jit(do_not_specialize=["num_chunks", "first_id"])
+def _row_kernel(
+    part_value_ptr, part_id_ptr, value_ptr, id_ptr, first_id, num_chunks, CHUNKS: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    row = tl.program_id(0)
+    c = tl.arange(0, CHUNKS)
+    values = tl.load(part_value_ptr + row * num_chunks + c, mask=c < num_chunks, other=float("-inf"))
+    ids = tl.load(part_id_ptr + row * num_chunks + c, mask=c < num_chunks, other=2147483647)
+    value, first = _largest(values, ids, 2147483647)
+    # Every chunk holds a NaN: any valid id.
+    first = tl.where(first == 2147483647, 0, first)
+    tl.store(value_ptr + row, value)
+    tl.store(id_ptr + row, first.to(tl.int64) + first_id)
+
+
+def shard_argmax(score_NV: Tensor, vocab_start: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """(largest value [N] float32, its lowest global id [N] int64); NaN and any valid id where a row holds a NaN."""
+    N, V = score_NV.shape
+    assert score_NV.dtype == torch.float32
+    assert score_NV.stride(1) == 1
+    value_N = score_NV.new_empty(N)
+    id_N = torch.empty(N, dtype=torch.int64, device=score_NV.device)
+    if N == 0:
+        return value_N, id_N
+    chunks = triton.cdiv(V, _CHUNK)
+    part_value = score_NV.new_empty(N, chunks)
+    part_id = torch.empty(N, chunks, dtype=torch.int32, device=score_NV.device)
+    _chunk_kernel[(N, chunks)](
+        score_NV,
+        part_value,
+        part_id,
+        V,
+        score_NV.stride(0),
+        chunks,
+        BLOCK=_CHUNK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    _row_kernel[(N,)](
+        part_value,
+        part_id,
+        value_N,
+        id_N,
+        vocab_start,
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+    return value_N, id_N

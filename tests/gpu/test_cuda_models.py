@@ -1,0 +1,88 @@
+"""Target and drafter on the CUDA kernels equal the same models on the CPU in float32, with few rows and with many."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.cuda_paged import cuda_paged_attention
+from engine.layers import cuda_rows as cuda_rows_module
+from engine.layers import linear, rms_norm
+from engine.layers.cuda_rows import CudaRows
+from engine.models import decoder, dflash
+from engine.models.decoder import DecoderLayer
+from tests.gpu.places import places
+from tests.reference.paged import PagedModels, Piece, engine_config
+from tests.reference.toy import make_drafter, make_target
+
+KINDS = [("llama", 32), ("qwen2", 32), ("qwen3", 32), ("qwen3", 16)]
+
+
+def _checkpoints(directory: Path, kind: str, head_dim: int) -> tuple[Path, Path]:
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 4}
+    if kind != "qwen2":
+        shape["head_dim"] = head_dim
+    else:
+        shape |= {"hidden_size": 192}
+    target = make_target(directory / "target", kind, **shape)
+    make_drafter(directory / "drafter", target, head_dim=head_dim)
+    return directory / "target", directory / "drafter"
+
+
+def _interpret(models: PagedModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets these CPU models take the way of CUDA ones."""
+    kernels = CudaRows(torch.device("cpu"))
+    for module in (decoder, dflash, linear, rms_norm):
+        monkeypatch.setattr(module, "cuda_rows", lambda x: kernels)
+    assert models.drafter is not None
+    for layer in (*models.target.layers, *models.drafter.layers):
+        assert isinstance(layer, DecoderLayer)
+        layer.attention = cuda_paged_attention
+
+
+def _outputs(models: PagedModels, num_rows: int) -> list[Tensor]:
+    """Everything two steps and a block leave: hidden states, logits, taps, the block's states, both caches."""
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(4, 131, (n,), generator=generator).tolist() for n in (num_rows - 4, 4, 11)]
+    first = models.forward([[Piece(seq=s, start=0, ids=text) for s, text in enumerate(texts[:2])]])
+    more = [Piece(seq=0, start=len(texts[0]), ids=texts[2][:3]), Piece(seq=1, start=4, ids=texts[2][3:6])]
+    second = models.forward([more, [Piece(seq=2, start=0, ids=texts[2])]], slack=5)
+    block = models.draft_hidden({0: (len(texts[0]) + 3, 7), 2: (11, 9)})
+    outputs = [block]
+    for out in (first, second):
+        assert out.taps_NTH is not None
+        outputs += [out.hidden_NH, out.taps_NTH, models.full_logits(out.hidden_NH)]
+    outputs += [cache[1:] for layer in (*models.kv.target_kv, *models.kv.drafter_kv) for cache in layer]
+    return [x.float().cpu() for x in outputs]
+
+
+@pytest.mark.parametrize(
+    ("case", "device"),
+    places([(*kind, rows) for kind in KINDS for rows in (20, 100)], [("qwen3", 32, 9)]),
+)
+@pytest.mark.parametrize("few", [True, False])
+@torch.inference_mode()
+def test_models(
+    case: tuple[str, int, int], device: str, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    kind, head_dim, rows = case
+    target_dir, drafter_dir = _checkpoints(tmp_path, kind, head_dim)
+    settings = {"block_size": 16, "num_blocks": 31}
+    want = _outputs(PagedModels.load(engine_config(target_dir, drafter_dir, **settings), num_seqs=3), rows)
+    if device == "cpu":
+        monkeypatch.setattr(linear, "unavailable_reason", lambda: "weights stay as they are")
+    if not few:
+        monkeypatch.setattr(cuda_rows_module, "MAX_ROWS", 0)
+        monkeypatch.setattr(cuda_rows_module, "gemm_cut", lambda **shape: None)
+        monkeypatch.setattr(cuda_rows_module, "head_cut", lambda **shape: None)
+    for dtype, tolerance in (("float32", 2e-4), ("bfloat16", 5e-2)):
+        config = engine_config(target_dir, drafter_dir, **settings, device=device, dtype=dtype)
+        models = PagedModels.load(config, num_seqs=3)
+        if device == "cpu":
+            _interpret(models, monkeypatch)
+        for got, exact in zip(_outputs(models, rows), want, strict=True):
+            assert (got - exact).norm() <= tolerance * exact.norm()
+        if device == "cpu":
+            break  # the interpreter's dot does not know bfloat16

@@ -1,0 +1,249 @@
+"""The fused layer kernels equal the torch expressions they stand for, roundings included."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels.gemm_choice import GemmCut, HeadCut
+from tests.gpu.places import dtypes, places
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from engine.kernels.head_gemm import head_gemm
+from engine.kernels.row_gemm import GemmWorkspace, row_gemm
+from engine.kernels.row_ops import add_rms_norm, rms_norm, rotate_and_write, silu_mul
+from engine.kernels.shard_argmax import shard_argmax
+
+# A sum in another order may turn one rounding of the result, or of a number that goes into it.
+ULP = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+
+
+def _random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return x.to(dtype).to(device)
+
+
+def _close(got: Tensor, want: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+    torch.testing.assert_close(got, want, rtol=factor * ULP[dtype], atol=factor * ULP[dtype])
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.double() @ weight.double().t()
+    return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+@pytest.mark.parametrize(("case", "device"), places([(1, 256), (5, 576), (70, 4096)], [(3, 48)]))
+def test_norms(case: tuple[int, int], device: str) -> None:
+    rows, size = case
+    for dtype in dtypes(device):
+        wide = _random(rows, 2 * size, dtype=dtype, device=device, scale=3.0)
+        x, delta = wide[:, :size], _random(rows, size, dtype=dtype, device=device, seed=1)  # x: a longer row stride
+        weight = _random(size, dtype=dtype, device=device, seed=2)
+        _close(rms_norm(x, weight, 1e-5), _normed(x, weight, 1e-5), dtype)
+        for target in (None, torch.empty(rows, 3, size, dtype=dtype, device=device)[:, 1]):
+            total, y = add_rms_norm(x, delta, weight, 1e-6, total_NH=target)
+            assert torch.equal(total, x + delta)
+            assert target is None or total.data_ptr() == target.data_ptr()
+            _close(y, _normed(x + delta, weight, 1e-6), dtype)
+
+
+@pytest.mark.parametrize(("case", "device"), places([(1, 1536), (33, 12288)], [(2, 100)]))
+def test_silu_mul(case: tuple[int, int], device: str) -> None:
+    rows, size = case
+    for dtype in dtypes(device):
+        x = _random(rows, 2 * size, dtype=dtype, device=device, scale=4.0)
+        x[0, :5] = torch.tensor([0.0, 88.5, -88.5, 1e4, -1e4], dtype=dtype, device=device)
+        _close(silu_mul(x), F.silu(x[:, :size]) * x[:, size:], dtype)
+
+
+GEMM_TOYS = [
+    {"M": 3, "K": 40, "N": 24, "norm": True, "bias": True},
+    {"M": 17, "K": 72, "N": 24, "norm": True, "swiglu": True},
+    {"M": 2, "K": 100, "N": 40, "residual": True, "splits": 3, "bias": True},
+]
+GEMMS = [
+    *GEMM_TOYS,
+    *[
+        {"M": M, **shape}
+        for M in (1, 16, 33, 64)
+        for shape in (
+            {"K": 576, "N": 960, "norm": True, "bias": True},
+            {"K": 576, "N": 576, "residual": True},
+            {"K": 576, "N": 1536, "norm": True, "swiglu": True},
+            {"K": 1536, "N": 576, "residual": True, "splits": 3},
+            {"K": 576, "N": 4100, "float32": True},
+            {"K": 4096, "N": 1024, "norm": True, "splits": 4},
+            {"K": 4096, "N": 512, "swiglu": True},
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("case", "device"), places(GEMMS, GEMM_TOYS))
+@pytest.mark.parametrize("pdl", [False, True])
+def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
+    if pdl and device == "cpu":
+        pytest.skip("the interpreter launches nothing")
+    M, K, N = case["M"], case["K"], case["N"]
+    swiglu, splits = case.get("swiglu", False), case.get("splits", 1)
+    workspace = GemmWorkspace(torch.device(device), part_elements=1 << 20, counters=256) if splits > 1 else None
+    for dtype in dtypes(device):
+        x = _random(M, K + 8, dtype=dtype, device=device)[:, :K]
+        weight = _random((2 if swiglu else 1) * N, K, dtype=dtype, device=device, seed=1, scale=K**-0.5)
+        bias = _random(N, dtype=dtype, device=device, seed=2) if case.get("bias") else None
+        norm = _random(K, dtype=dtype, device=device, seed=3) if case.get("norm") else None
+        residual = _random(M, N + 8, dtype=dtype, device=device, seed=4)[:, :N] if case.get("residual") else None
+        out_dtype = torch.float32 if case.get("float32") else dtype
+        want = _product(x if norm is None else _normed(x, norm, 1e-5), weight, bias)
+        if case.get("float32"):
+            want = (x.double() @ weight.double().t()).float()
+        if swiglu:
+            want = F.silu(want[:, :N]) * want[:, N:]
+        if residual is not None:
+            want = residual + want
+        cut = GemmCut(outputs=16 if device == "cpu" else 32, inputs=32 if device == "cpu" else 64, num_splits=splits)
+        results = []
+        for _ in range(2):  # the second finds the counters as the first left them
+            out = torch.full((M, N + 8), float("nan"), dtype=out_dtype, device=device)[:, :N]
+            row_gemm(
+                x,
+                weight,
+                out,
+                cut=cut,
+                workspace=workspace,
+                bias=bias,
+                norm=None if norm is None else (norm, 1e-5),
+                swiglu=swiglu,
+                residual_MN=residual,
+                pdl=pdl,
+            )
+            _close(out, want, dtype, 1e-1 if case.get("float32") and dtype != torch.float32 else 1.0)
+            results.append(out)
+        assert torch.equal(*results)
+        assert workspace is None or not workspace.count.any()
+
+
+def _layer(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    h, g, D, L, N = case["h"], case["g"], case["D"], case.get("L", 1), case["N"]
+    table = _random(N, 2, D, dtype=dtype, device=device, seed=1)
+    stack = _random(2 * L, 8, 16, g, D, dtype=dtype, device=device, seed=2)
+    return {
+        "angles": (table[:, :1], table[:, 1:]),
+        "slots": torch.randperm(128, generator=torch.Generator().manual_seed(3))[:N].to(device),
+        "stack": stack,
+        "head_norm": _random(L, h + g, D, dtype=dtype, device=device, seed=4) if case["qk_norm"] else None,
+    }
+
+
+def _expected(qkv: Tensor, case: dict[str, Any], parts: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(q, the stack with the rows written) by torch expressions."""
+    h, g, D, L, N = case["h"], case["g"], case["D"], case.get("L", 1), case["N"]
+    heads = qkv.view(N, L, h + 2 * g, D)
+    qk = heads[:, :, : h + g]
+    if parts["head_norm"] is not None:
+        qk = _normed(qk, parts["head_norm"], 1e-6)
+    cos, sin = (a.unsqueeze(1) for a in parts["angles"])
+    qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
+    stack = parts["stack"].clone().view(2 * L, -1, g, D)
+    for layer in range(L):
+        stack[2 * layer, parts["slots"]] = qk[:, layer, h:]
+        stack[2 * layer + 1, parts["slots"]] = heads[:, layer, h + g :]
+    return qk[:, 0, :h], stack.view(parts["stack"].shape)
+
+
+HEAD_TOYS = [
+    {"N": 3, "h": 2, "g": 1, "D": 32, "qk_norm": False},
+    {"N": 2, "h": 0, "g": 2, "D": 32, "L": 2, "qk_norm": True},
+]
+HEADS = [
+    *HEAD_TOYS,
+    {"N": 16, "h": 9, "g": 3, "D": 64, "qk_norm": False},
+    {"N": 33, "h": 9, "g": 3, "D": 64, "qk_norm": True},
+    {"N": 1, "h": 32, "g": 8, "D": 128, "qk_norm": True},
+    {"N": 80, "h": 0, "g": 3, "D": 64, "L": 5, "qk_norm": True},
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "device"), places([*HEADS, {"N": 5, "h": 4, "g": 2, "D": 80, "qk_norm": True}], HEAD_TOYS)
+)
+def test_rotate_and_write(case: dict[str, Any], device: str) -> None:
+    for dtype in dtypes(device):
+        parts = _layer(case, dtype, device)
+        L, width = case.get("L", 1), (case["h"] + 2 * case["g"]) * case["D"]
+        qkv = _random(case["N"], L * width, dtype=dtype, device=device, seed=5)
+        want_q, want_stack = _expected(qkv, case, parts)
+        stack = parts["stack"]
+        norm = None if parts["head_norm"] is None else (parts["head_norm"], 1e-6)
+        q = rotate_and_write(
+            qkv,
+            parts["angles"],
+            parts["slots"],
+            (stack[0], stack[1]),
+            num_heads=case["h"],
+            num_layers=L,
+            head_norm=norm,
+        )
+        _close(q, want_q, dtype, 2)
+        _close(stack, want_stack, dtype, 2)
+
+
+@pytest.mark.parametrize(("case", "device"), places(HEADS, HEAD_TOYS))
+@pytest.mark.parametrize("pdl", [False, True])
+def test_head_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
+    if pdl and device == "cpu":
+        pytest.skip("the interpreter launches nothing")
+    K = 40 if device == "cpu" else 576
+    for dtype in dtypes(device):
+        parts = _layer(case, dtype, device)
+        L, width = case.get("L", 1), (case["h"] + 2 * case["g"]) * case["D"]
+        x = _random(case["N"], K + 8, dtype=dtype, device=device, seed=6)[:, :K]
+        weight = _random(L * width, K, dtype=dtype, device=device, seed=7, scale=K**-0.5)
+        norm = _random(K, dtype=dtype, device=device, seed=8)
+        for bias in (None, _random(L * width, dtype=dtype, device=device, seed=9)):
+            qkv = _product(_normed(x, norm, 1e-5), weight, bias)
+            want_q, want_stack = _expected(qkv, case, parts)
+            q = torch.full((case["N"], max(case["h"], 1), case["D"]), float("nan"), dtype=dtype, device=device)
+            stack = parts["stack"].clone()
+            head_gemm(
+                x,
+                weight,
+                parts["angles"],
+                parts["slots"],
+                (stack[0], stack[1]),
+                q,
+                num_heads=case["h"],
+                num_layers=L,
+                bias=bias,
+                norm=(norm, 1e-5),
+                head_norm=None if parts["head_norm"] is None else (parts["head_norm"], 1e-6),
+                cut=HeadCut(inputs=32 if device == "cpu" else 64),
+                pdl=pdl,
+            )
+            _close(q[:, : case["h"]], want_q, dtype, 4)
+            _close(stack, want_stack, dtype, 4)
+
+
+@pytest.mark.parametrize(("case", "device"), places([(1, 49152), (16, 151936), (130, 5000)], [(4, 9000)]))
+def test_shard_argmax(case: tuple[int, int], device: str) -> None:
+    rows, columns = case
+    x = _random(rows, columns + 1, dtype=torch.float32, device=device)[:, :columns]
+    x[0, [columns - 1, 4321, 77]] = 9.0  # a tie: the lowest id
+    if rows > 3:
+        x[1, columns // 2] = float("nan")
+        x[2] = float("-inf")
+        x[3] = float("nan")
+    value, index = shard_argmax(x, 1000)
+    want_value, want_index = x.max(dim=1)
+    torch.testing.assert_close(value, want_value, rtol=0, atol=0, equal_nan=True)
+    known = ~want_value.isnan()
+    assert torch.equal(index[known], want_index[known] + 1000)
+    assert index.dtype == torch.int64 and bool(((index >= 1000) & (index < 1000 + columns)).all())
