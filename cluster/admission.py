@@ -28,7 +28,7 @@ _REFUSALS = {
 
 
 class Ticket:
-    """`num_choices` places of an `Admission`; `release` gives them back once, however often it is called."""
+    """A request's `num_choices` places of an `Admission`; `release` gives them back once, however often called."""
 
     def __init__(self, admission: "Admission", num_choices: int) -> None:
         self._admission = admission
@@ -36,8 +36,9 @@ class Ticket:
 
     def release(self) -> None:
         """Give the places back."""
-        self._admission._release(self._num_choices)
-        self._num_choices = 0
+        if self._num_choices:
+            self._admission._release(self._num_choices)
+            self._num_choices = 0
 
 
 class Admission:
@@ -52,6 +53,7 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._queue_limit = queue_limit
         self._num_admitted = 0
+        self._num_requests = 0
         self.num_rejected = 0
         self.state = ReplicaState.STARTING
 
@@ -64,6 +66,11 @@ class Admission:
     def num_admitted(self) -> int:
         """Choices in the replica now."""
         return self._num_admitted
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the replica now, each with one choice or more."""
+        return self._num_requests
 
     def set_queue_limit(self, queue_limit: int) -> None:
         """Change the limit for requests to come; admitted ones stay."""
@@ -101,8 +108,10 @@ class Admission:
                 retry_after_s=RETRY_AFTER_S,
             )
         self._num_admitted += num_choices
+        self._num_requests += 1
         return Ticket(self, num_choices)
 
     def _release(self, num_choices: int) -> None:
         self._num_admitted -= num_choices
+        self._num_requests -= 1
         assert self._num_admitted >= 0, "more places were given back than taken"

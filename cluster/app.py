@@ -10,13 +10,14 @@ from ray.serve.config import AutoscalingConfig
 
 from cluster.config import ClusterConfig, load_config, parse_config
 from cluster.config_sections import DeploymentSection
-from cluster.model_server import ModelServer
+from cluster.model_server import HEALTH_PERIOD_S, ModelServer
 from cluster.replica_engine import EngineStarter, start_engine
 from workers.placement import rank_bundles
 
 DEPLOYMENT = "ModelServer"
 _SPARE_REQUESTS = 32  # health, metrics and model lists are answered while the completions' places are taken
-_HEALTH_PERIOD_S = 2.0
+_STOP_MARGIN_S = 15.0  # beyond drain_s: the replica notices that it is stopped, answers what it cuts, ends its ranks
+_STOP_POLL_S = 0.5
 _MAX_START_ATTEMPTS = 3  # a config that cannot work should say so soon
 
 
@@ -43,8 +44,9 @@ def application(config: ClusterConfig, starter: EngineStarter) -> Application:
         max_ongoing_requests=config.engine.max_num_seqs + deployment.queue_limit + _SPARE_REQUESTS,
         max_queued_requests=-1,  # admission answers in OpenAI's form
         max_constructor_retry_count=_MAX_START_ATTEMPTS,
-        graceful_shutdown_timeout_s=deployment.drain_s,
-        health_check_period_s=_HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=deployment.drain_s + _STOP_MARGIN_S,
+        graceful_shutdown_wait_loop_s=_STOP_POLL_S,
+        health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=deployment.stall_timeout_s,
         placement_group_bundles=rank_bundles(
             device=config.engine.device,
@@ -76,6 +78,7 @@ def live_values(config: ClusterConfig) -> dict[str, Any]:
     schedule = None if speculative is None else speculative.draft_len_schedule
     return {
         "queue_limit": config.deployment.queue_limit,
+        "drain_s": config.deployment.drain_s,
         "draft_len_schedule": None if schedule is None else {str(key): value for key, value in schedule.items()},
     }
 
@@ -83,7 +86,8 @@ def live_values(config: ClusterConfig) -> dict[str, Any]:
 def without_live_values(config: ClusterConfig) -> dict[str, Any]:
     """The constructor's config. It lacks the live values, so that changing one of them restarts no replica."""
     plain = config.to_plain()
-    plain["deployment"].pop("queue_limit")
+    for key in ("queue_limit", "drain_s"):
+        plain["deployment"].pop(key)
     if plain["speculative_config"] is not None:
         plain["speculative_config"].pop("draft_len_schedule", None)
     return plain

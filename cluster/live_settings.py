@@ -10,22 +10,23 @@ logger = logging.getLogger(__name__)
 
 
 class LiveSettings:
-    """queue_limit and draft_len_schedule of one replica.
+    """queue_limit, drain_s and draft_len_schedule of one replica.
 
     Schedules of the file have versions (0, 1), (0, 2), ..; a controller's are newer, as its epoch is at
     least 1.
     """
 
-    def __init__(self, *, engine: ReplicaEngine, admission: Admission) -> None:
+    def __init__(self, *, engine: ReplicaEngine, admission: Admission, drain_s: float) -> None:
         self._engine = engine
         self._admission = admission
+        self.drain_s = drain_s
         self._num_schedules = 0
         self._schedule = engine.static_schedule
 
     async def apply(self, live: dict[str, Any]) -> None:
         """Take over all of `live` or, if the engine refuses the schedule, none of it.
 
-        live: queue_limit, and draft_len_schedule (None: the engine's own).
+        live: queue_limit, drain_s, and draft_len_schedule (None: the engine's own).
 
         Raises:
             ValueError: the engine refuses the schedule.
@@ -35,6 +36,7 @@ class LiveSettings:
         if schedule != self._schedule:
             await self._apply_schedule(schedule)
         self._admission.set_queue_limit(live["queue_limit"])
+        self.drain_s = live["drain_s"]
 
     async def _apply_schedule(self, schedule: dict[int, int]) -> None:
         self._num_schedules += 1

@@ -2,20 +2,24 @@
 
 It wires: engine, admission, metrics, the OpenAI app. It decides nothing about requests or tokens. When the engine
 fails, the replica refuses what has no first token yet, ends started streams with an error event, and ends itself, so
-that Serve makes a new one with a new placement group.
+that Serve makes a new one with a new placement group. When it is
+stopped, it ends what outlasts `drain_s` in the same way.
 """
 
 import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
+from cluster import death_notes
 from cluster.admission import Admission, ReplicaState
 from cluster.config import ClusterConfig
+from cluster.drain import Drain, StopNotice
 from cluster.live_settings import LiveSettings
 from cluster.metrics import ServeMetrics
 from cluster.openai.api import create_app
@@ -26,6 +30,7 @@ from cluster.replica_engine import EngineStarter, start_engine
 logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 1.0  # between the engine's death and the replica's: open requests get their answer
+HEALTH_PERIOD_S = 2.0  # between two of Serve's health checks
 HEALTH_TIMEOUT_S = 5.0  # a round trip through the engine loop is at most one step
 
 
@@ -48,9 +53,17 @@ class ModelServer:
             admission=self._admission,
         )
         self._engine = await starter(self._config)
-        self._live = LiveSettings(engine=self._engine, admission=self._admission)
+        self._live = LiveSettings(engine=self._engine, admission=self._admission, drain_s=deployment.drain_s)
         self._is_dead = False
-        self._watch = asyncio.get_running_loop().create_task(self._end_with_engine())
+        self._drain = Drain(admission=self._admission, close_engine=self._engine.group.close)
+        context = serve.get_replica_context()
+        self._stop_notice = StopNotice(
+            period_s=HEALTH_PERIOD_S, is_stopping=lambda: serve_stops_replicas(context.app_name, context.deployment)
+        )
+        self._watches = (
+            asyncio.create_task(self._end_with_engine(), name="engine-watch"),
+            asyncio.create_task(self._end_with_notice(), name="stop-watch"),
+        )
         self._admission.state = ReplicaState.READY
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -79,7 +92,7 @@ class ModelServer:
         )
 
     async def reconfigure(self, live: dict[str, Any]) -> None:
-        """Take over what changes without a restart: queue_limit and draft_len_schedule (null: the engine's own).
+        """Take over what changes without a restart: queue_limit, drain_s, draft_len_schedule (null: the engine's own).
 
         Raises:
             ValueError: the engine refuses the schedule.
@@ -88,6 +101,7 @@ class ModelServer:
 
     async def check_health(self) -> None:
         """Called by Serve. Raises if the engine is dead or its loop does not answer."""
+        self._stop_notice.on_health_check()
         if self._is_dead:
             raise RuntimeError("the engine is dead; its root cause is in this replica's log")
         async with asyncio.timeout(self._config.deployment.stall_timeout_s):
@@ -95,21 +109,46 @@ class ModelServer:
 
     async def _end_with_engine(self) -> None:
         """Wait for the engine's death, let open requests be answered, then end this process."""
-        await self._engine.group.wait_dead()  # the group has logged the cause
+        cause = await self._engine.group.wait_dead()  # the group has logged it
         self._is_dead = True
         self._admission.state = ReplicaState.DEAD
         logger.warning("This replica ends, as its engine is dead.")
+        context = serve.get_replica_context()
+        note = asyncio.to_thread(death_notes.leave, context.app_name, context.rank.rank, cause)
+        await asyncio.wait([asyncio.create_task(note)], timeout=EXIT_GRACE_S / 2)  # without a head nobody reads it
         await asyncio.sleep(EXIT_GRACE_S)
         os._exit(1)
 
+    async def drain(self, limit_s: float) -> int:
+        """Stop the service, as `dflash serve` does before it ends Ray: refuse new requests, give open ones `limit_s`.
+
+        Returns:
+            The number of requests that did not end in time and got an error instead. The engine is gone afterwards.
+        """
+        num_cut = await self._drain.run(limit_s)
+        if num_cut:
+            logger.warning("%d requests did not end in time and were ended with an error.", num_cut)
+        return num_cut
+
+    async def _end_with_notice(self) -> None:
+        """When Serve stops this replica, end after `drain_s` what Serve would cut off without a word."""
+        begun_s = await self._stop_notice.wait()
+        logger.info("Ray Serve stops this replica.")
+        await self.drain(max(0.0, self._live.drain_s - begun_s))
+
     async def __del__(self) -> None:
-        """Called by Serve after the last request, or in place of it once `drain_s` is over."""
-        admission = getattr(self, "_admission", None)
-        if admission is not None:
-            admission.state = ReplicaState.DRAINING
-        watch = getattr(self, "_watch", None)
-        if watch is not None:
+        """Called by Serve after the last request; also for a replica whose constructor failed."""
+        for watch in getattr(self, "_watches", ()):
             watch.cancel()
-        engine = getattr(self, "_engine", None)
-        if engine is not None:
-            await engine.group.close()
+        drain = getattr(self, "_drain", None)
+        if drain is not None:
+            await drain.run(0.0)
+
+
+def serve_stops_replicas(app: str, deployment: str) -> bool:
+    """Whether Serve is stopping replicas of a deployment, or has forgotten it. Asks the controller and blocks."""
+    status = serve.status().applications.get(app)
+    if status is None or status.status == "DELETING" or deployment not in status.deployments:
+        return True
+    states: Mapping[Any, int] = status.deployments[deployment].replica_states  # by ReplicaState, which is a str
+    return states.get("STOPPING", 0) > 0

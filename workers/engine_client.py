@@ -95,6 +95,7 @@ class EngineClient(asyncio.Protocol):
         self._streams: dict[str, _Stream] = {}
         self._draining: set[str] = set()  # dropped by their consumer, not yet ended by the engine
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._unanswered: set[int] = set()  # calls whose caller no longer waits
         self._next_call_id = 0
         self._num_messages = 0
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
@@ -217,7 +218,11 @@ class EngineClient(asyncio.Protocol):
         try:
             await self._may_write.wait()
             self._write(encode_frame(message))
-            return await answer
+            try:
+                return await answer
+            finally:
+                if not answer.done() or answer.cancelled():
+                    self._unanswered.add(call_id)
         finally:
             self._calls.pop(call_id, None)
 
@@ -230,8 +235,12 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def num_outstanding(self) -> int:
-        """Requests and calls the engine owes an answer to. With some outstanding, a living engine keeps sending."""
-        return sum(stream.is_sent for stream in self._streams.values()) + len(self._draining) + len(self._calls)
+        """Requests and calls the engine owes an answer to. With some outstanding, a living engine keeps sending.
+
+        A call whose caller gave up is owed all the same: otherwise an idle engine that hangs would owe nothing.
+        """
+        num_requests = sum(stream.is_sent for stream in self._streams.values()) + len(self._draining)
+        return num_requests + len(self._calls) + len(self._unanswered)
 
     async def wait_ready(self) -> Hello:
         """Waits for the engine to be loaded.
@@ -247,26 +256,27 @@ class EngineClient(asyncio.Protocol):
         self._write(encode_frame(Shutdown()))
 
     def fail(self, error: EngineDeadError) -> None:
-        """Ends everything: each open stream and call gets its own EngineDeadError, once. Only the first call counts."""
+        """Ends everything: each open stream and call gets its own copy of `error`, once. Only the first call counts."""
         if self._dead is not None:
             return
         self._dead = error
         for stream in self._streams.values():
-            stream.fail(EngineDeadError(error.cause, error.details))
+            stream.fail(_copy(error))
         for answer in [*self._calls.values(), cast(asyncio.Future[Any], self._hello)]:
             if not answer.done():
-                answer.set_exception(EngineDeadError(error.cause, error.details))
+                answer.set_exception(_copy(error))
         if self._hello.done() and not self._hello.cancelled():
             self._hello.exception()  # mark as seen: nobody may be waiting for it
         self._streams.clear()
         self._draining.clear()
+        self._unanswered.clear()
         self._may_write.set()
         if self._transport is not None:
             self._transport.abort()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
-            raise EngineDeadError(self._dead.cause, self._dead.details)
+            raise _copy(self._dead)
 
     def _write(self, frame: bytes) -> None:
         if self._dead is None and not self._is_disconnected:
@@ -324,10 +334,12 @@ class EngineClient(asyncio.Protocol):
                 if stream is not None:
                     stream.fail(ValueError(text))
             case Reply(call_id=call_id, value=value):
+                self._unanswered.discard(call_id)
                 answer = self._calls.get(call_id)
                 if answer is not None and not answer.done():
                     answer.set_result(value.copy())
             case CallFailed(call_id=call_id, is_value_error=is_value_error, message=text):
+                self._unanswered.discard(call_id)
                 answer = self._calls.get(call_id)
                 if answer is not None and not answer.done():
                     answer.set_exception(ValueError(text) if is_value_error else RuntimeError(text))
@@ -349,3 +361,8 @@ class EngineClient(asyncio.Protocol):
                 del self._streams[request_id]
         elif delta.finish_reason is not None:
             self._draining.discard(request_id)
+
+
+def _copy(error: EngineDeadError) -> EngineDeadError:
+    """An exception of its own for each who gets it: tracebacks grow on the object that is raised."""
+    return type(error)(error.cause, error.details)

@@ -23,7 +23,7 @@ from engine.parallel.plan_ring import new_ring_name
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from workers.engine_client import EngineClient
-from workers.errors import EngineDeadError, EngineStartError
+from workers.errors import EngineClosedError, EngineDeadError, EngineStartError
 from workers.gpu_worker import (
     DEFAULT_FACTORY,
     MAX_CONCURRENCY,
@@ -131,10 +131,10 @@ class EngineGroup:
     async def close(self) -> None:
         """Ends all ranks and removes everything the group made. Bounded, also when ranks hang; idempotent.
 
-        Streams still open get EngineDeadError.
+        Streams still open get EngineClosedError.
         """
         is_clean = not self._suspicion.done()
-        await asyncio.shield(self._end_everything(EngineDeadError("the engine was shut down"), is_clean=is_clean))
+        await asyncio.shield(self._end_everything(EngineClosedError("the engine was shut down"), is_clean=is_clean))
 
     # ------------------------------------------------------------------------------------------------------ start
 
@@ -277,7 +277,10 @@ class EngineGroup:
             self._suspicion.set_result(error)
 
     async def _watch(self) -> None:
-        """Ends the group when a rank ends, its process disappears, the socket breaks, or no step completes."""
+        """Ends the group when a rank ends, disappears or stands still, the socket breaks, or no step completes.
+
+        An idle group owes nothing and sends nothing, so a rank held by a signal is looked for by itself.
+        """
         stall_s = self._timeouts.stall_s
         poll_s = min(_POLL_S, stall_s / 8)
         signs: set[asyncio.Future[Any]] = {self._suspicion, *self._ends}
@@ -292,7 +295,8 @@ class EngineGroup:
             # Time in which this event loop itself was blocked does not count: the beats could not be seen.
             silent_s += min(now - last, 2 * poll_s)
             last = now
-            if self.client.num_messages != seen or not self.client.num_outstanding:
+            is_silent = self.client.num_outstanding and self.client.num_messages == seen
+            if not is_silent and not any(info.process.is_stopped() for info in self._infos):
                 seen, silent_s = self.client.num_messages, 0.0
             elif silent_s > stall_s:
                 error = await self._describe_stall()
@@ -340,6 +344,12 @@ class EngineGroup:
         return EngineDeadError(f"ranks {[e.rank for e in exits]} ended without being asked to")
 
     async def _describe_stall(self) -> EngineDeadError:
+        stopped = [info for info in self._infos if info.process.is_stopped()]
+        if stopped:
+            ranks = ", ".join(f"rank {info.rank} (pid {info.process.pid})" for info in stopped)
+            return EngineDeadError(
+                f"{ranks} stood still for {self._timeouts.stall_s:g} s: stopped by a signal (SIGSTOP) or a debugger"
+            )
         reports = await asyncio.gather(*[self._ask_progress(actor) for actor in self._actors])
         ranks = ", ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports))
         return EngineDeadError(

@@ -16,6 +16,10 @@ class EngineDeadError(RuntimeError):
         return self.cause
 
 
+class EngineClosedError(EngineDeadError):
+    """The engine was ended on purpose; nothing failed."""
+
+
 class EngineStartError(EngineDeadError):
     """The engine did not come up; everything it had taken was given back."""
 

@@ -1,4 +1,4 @@
-"""What Ray Serve says about our application: whether it runs, and if it cannot start, why."""
+"""What Ray Serve says about our application: whether it runs, and if it cannot start, why. And its last call to it."""
 
 import re
 import time
@@ -12,6 +12,10 @@ _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|In
 
 class StartFailedError(Exception):
     """The application cannot start; the message is the root cause."""
+
+
+class DrainFailedError(Exception):
+    """Replicas did not answer the call to drain; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,3 +83,20 @@ def wait_until_running(app_name: str, on_state: Callable[[AppState], None]) -> N
         if state.failure is not None:
             raise StartFailedError(root_cause(state.failure))
         time.sleep(_POLL_S)
+
+
+def drain_replicas(app_name: str, limit_s: float, *, timeout_s: float) -> int:
+    """Have every replica of the application end its service (`ModelServer.drain`); returns the number of cut requests.
+
+    Raises:
+        DrainFailedError: there is no replica, or one did not answer within `timeout_s`.
+    """
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        answers = serve.get_app_handle(app_name).broadcast("drain", limit_s).results(timeout_s=timeout_s)
+    except (RayServeException, RayError, TimeoutError) as error:
+        raise DrainFailedError(root_cause(str(error)) or type(error).__name__) from error
+    return sum(answers)

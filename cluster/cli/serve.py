@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import signal
+import sys
 import threading
 import time
 import urllib.error
@@ -15,14 +16,23 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster import death_notes
 from cluster.cli import local_ray
 from cluster.cli.console import BAD_USAGE, FAILED, fail, stderr, user_errors
-from cluster.cli.deployment_watch import StartFailedError, look, wait_until_running
+from cluster.cli.deployment_watch import (
+    DrainFailedError,
+    StartFailedError,
+    drain_replicas,
+    look,
+    wait_until_running,
+)
+from cluster.cli.ray_notes import RayNotes
 from cluster.config import ClusterConfig, ConfigError, in_config_terms, load_config
 
-# A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the teardown of Ray the rest, and
-# what still runs then is ended the hard way.
-DRAIN_LIMIT_S = 24.0
+# A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the end of the ranks and of Ray the
+# rest, and what still runs then is ended the hard way.
+DRAIN_LIMIT_S = 20.0
+_RANKS_LIMIT_S = 5.0  # after the last request
 STOP_LIMIT_S = 29.0
 _HEALTH_TIMEOUT_S = 60.0
 _WATCH_S = 2.0
@@ -84,16 +94,25 @@ class _Server:
         self._ray_started = False
         self._serve_started = False
         self._app_started = False
+        self._is_announced = False
         listen_host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
         prefix = "" if config.deployment.route_prefix == "/" else config.deployment.route_prefix
         self.url = f"http://{f'[{listen_host}]' if ':' in listen_host else listen_host}:{config.http.port}{prefix}"
 
     def run(self) -> None:
         """Start, announce, wait for a signal, stop. Leaves with a non-zero status if the server cannot start."""
+        if self._verbose:
+            self._run()
+        else:
+            with contextlib.redirect_stdout(RayNotes(sys.stdout)):
+                self._run()
+
+    def _run(self) -> None:
         failure: str | None = None
         self._handle_signals()
         try:
             self._start()
+            self._is_announced = True
             self._announce()
             self._watch()
         except _StopRequested:
@@ -195,6 +214,8 @@ class _Server:
         running = True
         while True:
             time.sleep(_WATCH_S)
+            for cause in death_notes.take(self._config.deployment.app):
+                self._console.print(f"the engine died and is being replaced: {cause}", style="red", markup=False)
             state = look(self._config.deployment.app)
             if state.running != running:
                 running = state.running
@@ -203,24 +224,18 @@ class _Server:
                 self._console.print(text, style="yellow", markup=False)
 
     def _stop(self, *, graceful: bool) -> None:
-        """Delete the application (its replicas drain), then end Serve and Ray if they were started here."""
+        """Drain the replicas, remove the application, then end Serve and Ray if they were started here."""
         import ray
 
         if not ray.is_initialized():
             return
-        if graceful and self._app_started:
-            drain_s = min(self._config.deployment.drain_s, DRAIN_LIMIT_S)
-            self._console.print(
-                f"stopping; requests in progress get up to {drain_s:g} s. Ctrl-C again ends at once.", markup=False
-            )
         last_resort = threading.Timer(STOP_LIMIT_S, local_ray.end_at_once)
         last_resort.daemon = True
         last_resort.start()
-        worker = threading.Thread(target=self._stop_serve, name="stop", daemon=True)
+        drain_s = min(self._config.deployment.drain_s, DRAIN_LIMIT_S) if graceful else 0.0
+        worker = threading.Thread(target=self._stop_serve, args=(drain_s,), name="stop", daemon=True)
         worker.start()
-        worker.join(timeout=DRAIN_LIMIT_S if graceful else DRAIN_LIMIT_S / 4)
-        if worker.is_alive() and graceful:
-            self._console.print("some requests did not end in time and were cut off", style="yellow")
+        worker.join(timeout=drain_s + _RANKS_LIMIT_S)
         if self._ray_started:
             local_ray.shutdown()
         else:
@@ -228,15 +243,32 @@ class _Server:
         last_resort.cancel()
         self._console.print("stopped")
 
-    def _stop_serve(self) -> None:
+    def _stop_serve(self, drain_s: float) -> None:
         from ray import serve as ray_serve
 
-        # The application first, while the proxies still carry its streams: `shutdown` alone ends both together. Serve
-        # in a Ray of our own ends with that Ray; one that was there before us stays.
-        if self._app_started:
+        # First the requests, while the application still has its route: one that arrives now is answered 503, not 404.
+        # Serve in a Ray of our own ends with that Ray; one that was there before us stays, without the application.
+        is_drained = self._is_announced and self._drain(drain_s)
+        if self._app_started and not (is_drained and self._ray_started):
             ray_serve.delete(self._config.deployment.app)
         if self._serve_started and not self._ray_started:
             ray_serve.shutdown()
+
+    def _drain(self, drain_s: float) -> bool:
+        """Whether every replica has ended its requests and its ranks; says how many requests were cut."""
+        self._console.print(
+            f"stopping; requests in progress get up to {drain_s:g} s. Ctrl-C again ends at once.", markup=False
+        )
+        try:
+            num_cut = drain_replicas(self._config.deployment.app, drain_s, timeout_s=drain_s + _RANKS_LIMIT_S)
+        except DrainFailedError as error:
+            self._console.print(f"the requests in progress are cut off: {error}", style="yellow", markup=False)
+            return False
+        if num_cut:
+            self._console.print(
+                f"{num_cut} request{'s' if num_cut > 1 else ''} did not end in time and got an error", style="yellow"
+            )
+        return True
 
     @contextlib.contextmanager
     def _stage(self, label: str) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from cluster.openai.errors import ApiError, from_value_error, internal_error, un
 from cluster.openai.usage import Usage, make_usage
 from engine.request import EngineRequest, TokenDelta
 from engine.sampling_params import SamplingParams
-from workers.engine_client import EngineDeadError
+from workers.errors import EngineClosedError, EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +162,10 @@ class Generation:
             error = internal_error()
         except ValueError as refusal:
             error = from_value_error(refusal, _REQUEST_FIELDS)
+        except EngineClosedError:
+            error = unavailable(
+                "The server is shutting down and ended this request; try again.", retry_after_s=RETRY_AFTER_S
+            )
         except EngineDeadError:
             error = unavailable(
                 "The engine stopped while it worked on this request and is being replaced; try again.",

@@ -50,6 +50,11 @@ class ProcessIdentity:
         stat = _read_stat(self.pid)
         return stat is not None and stat[0] not in "ZX" and stat[1] == self.start_time
 
+    def is_stopped(self) -> bool:
+        """Whether this very process is held by a signal (SIGSTOP) or a debugger. Always False without /proc."""
+        stat = _read_stat(self.pid) if _HAS_PROC else None
+        return stat is not None and stat[0] in "Tt" and stat[1] == self.start_time
+
 
 def _read_stat(pid: int) -> tuple[str, int] | None:
     """(state letter, start time) of a pid, None if there is no such process."""

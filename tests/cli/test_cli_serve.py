@@ -1,5 +1,7 @@
 """`dflash serve` before anything runs: options and machine; and what it makes of Serve's messages."""
 
+import contextlib
+import io
 import os
 import socket
 import subprocess
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from cluster.cli.deployment_watch import StartFailedError, root_cause
 from cluster.cli.local_ray import check_port_free, descendants
 from cluster.cli.main import app
+from cluster.cli.ray_notes import RayNotes
 from cluster.cli.serve import check_local_cpus, wait_until_healthy
 from cluster.config import parse_config
 
@@ -176,3 +179,25 @@ def test_health_is_awaited_and_its_last_answer_told(free_port: int) -> None:
         server.shutdown()
         thread.join()
     assert next(answers, None) is None
+
+
+def test_ray_s_notes_are_kept_except_those_that_only_say_that_something_died() -> None:
+    out = io.StringIO()
+    notes = RayNotes(out)
+    with contextlib.redirect_stdout(notes):
+        print(
+            "\x1b[33m(raylet)\x1b[0m A worker died or was killed while executing a task by an unexpected system error. "
+            "To troubleshoot the problem, check the logs for the dead worker."
+        )
+        print("(raylet) Task ServeController.listen_for_change failed. There are infinite retries remaining, so ...")
+        print("(raylet) 2 Workers (tasks / actors) killed due to memory pressure (OOM)")
+        print(
+            "our own line that says: A worker died or was killed while executing a task by an unexpected system error"
+        )
+        print("half", end="")
+    assert out.getvalue().splitlines() == [
+        "(raylet) 2 Workers (tasks / actors) killed due to memory pressure (OOM)",
+        "our own line that says: A worker died or was killed while executing a task by an unexpected system error",
+    ]
+    notes.write(" a line\n")
+    assert out.getvalue().endswith("\nhalf a line\n")

@@ -63,6 +63,7 @@ class FakeEngine:
     """Answers every request with `text` (or one text per choice), in steps of random size, `delay_s` apart.
 
     Records submitted requests and aborts. `fail_after`: the error raised after that many steps of each request.
+    `ended`: once set, every open request fails with it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -73,6 +74,7 @@ class FakeEngine:
         self.gate: threading.Event | None = None  # when given, no step happens before it is set
         self.fail_after: int | None = None
         self.failure: Exception | TokenDelta | None = None
+        self.ended: Exception | None = None
         self.healthy = True
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
@@ -100,7 +102,7 @@ class FakeEngine:
         while ids:
             while self.gate is not None and not self.gate.is_set():
                 await asyncio.sleep(0.002)
-            await asyncio.sleep(self.delay_s)
+            await self._pause(request, step)
             if step == self.fail_after:
                 if isinstance(self.failure, Exception):
                     raise self.failure
@@ -122,6 +124,16 @@ class FakeEngine:
                 num_cached_tokens=3,
             )
             step += 1
+
+    async def _pause(self, request: EngineRequest, step: int) -> None:
+        """Prompts that begin with "wait" get no first token, those with "slow" one token in 0.1 s."""
+        prompt = self.tokenizer.decode(request.prompt_token_ids)
+        is_waiting = step == 0 and prompt.startswith("wait")
+        deadline_s = time.monotonic() + (3600 if is_waiting else 0.1 if prompt.startswith("slow") else self.delay_s)
+        while self.ended is None and (left_s := deadline_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, 0.02))
+        if self.ended is not None:
+            raise self.ended
 
     def _logprobs(self, request: EngineRequest, token: int) -> TokenLogprobs:
         count = request.params.logprobs or 0

@@ -41,17 +41,18 @@ def parts() -> tuple[LiveSettings, Client, Admission]:
         max_draft_len=7,
         static_schedule=dict(STATIC),
     )
-    return LiveSettings(engine=engine, admission=admission), client, admission
+    return LiveSettings(engine=engine, admission=admission, drain_s=2.0), client, admission
 
 
 def apply(settings: LiveSettings, queue_limit: int, schedule: dict[str, int] | None) -> None:
-    asyncio.run(settings.apply({"queue_limit": queue_limit, "draft_len_schedule": schedule}))
+    live = {"queue_limit": queue_limit, "drain_s": float(queue_limit), "draft_len_schedule": schedule}
+    asyncio.run(settings.apply(live))
 
 
 def test_both_are_taken_over_and_null_is_the_static_schedule(parts) -> None:
     settings, client, admission = parts
     apply(settings, 5, None)
-    assert (client.version, admission.capacity) == ((0, 0), 7)
+    assert (client.version, admission.capacity, settings.drain_s) == ((0, 0), 7, 5.0)
     apply(settings, 5, {"2": 3})
     assert (client.version, client.schedule) == ((0, 1), {2: 3})
     apply(settings, 5, {"2": 3})

@@ -1,10 +1,13 @@
-"""The application under Ray Serve with a scripted engine: requests, live values, and a replica that ends itself."""
+"""The application under Ray Serve with a scripted engine: requests, live values, and replicas that end."""
 
 import asyncio
+import json
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fake_engine
@@ -12,10 +15,12 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, build_tokenizer
 
+from cluster import death_notes
 from cluster.app import application, build, live_values, read_config, without_live_values
+from cluster.cli.deployment_watch import DrainFailedError, drain_replicas
 from cluster.config import ClusterConfig
 from cluster.replica_engine import ReplicaEngine
-from workers.engine_client import EngineDeadError
+from workers.errors import EngineClosedError, EngineDeadError
 
 CONFIG = {
     "model": {"source": "org/toy", "served_name": "toy"},
@@ -48,7 +53,7 @@ class FakeGroup:
         return "rank 0 exited with code -9"
 
     async def close(self) -> None:
-        pass
+        self.client.ended = EngineClosedError("the engine was shut down")
 
 
 async def start_fake(config: ClusterConfig) -> ReplicaEngine:
@@ -121,12 +126,107 @@ def test_a_dead_engine_ends_the_replica_and_a_new_one_serves(url: str):
             pass  # the proxy may cut a request to the ending replica
         assert time.monotonic() < deadline, "no new replica"
         time.sleep(0.5)
+    assert death_notes.take("toy") == ["rank 0 exited with code -9"]
+    assert death_notes.take("toy") == []
+
+
+class Open:
+    """Requests that last beyond any patience: a stream with a first token, a stream and a body without one."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._pool = ThreadPoolExecutor(3)
+        self.started = threading.Event()
+        self.slow_stream = self._pool.submit(self._read, "slow", True)
+        self.waiting = [self._pool.submit(self._read, "wait", stream) for stream in (True, False)]
+        assert self.started.wait(20)
+        while num_admitted(url) < 3:
+            time.sleep(0.05)
+
+    def _read(self, prompt: str, stream: bool) -> tuple[int, httpx.Headers, str]:
+        body = TEXT | {"prompt": prompt, "stream": stream, "max_tokens": 90}
+        with httpx.stream("POST", self.url + "/v1/completions", json=body, timeout=60) as reply:
+            text = ""
+            for part in reply.iter_text():
+                text += part
+                self.started.set()
+            return reply.status_code, reply.headers, text
+
+    def assert_all_were_told(self) -> None:
+        """The started stream got an error event and [DONE], the others 503 with Retry-After, all in OpenAI's form."""
+        status, _, text = self.slow_stream.result(30)
+        *events, error, done, rest = text.split("\n\n")
+        assert (status, done, rest) == (200, "data: [DONE]", "")
+        assert events
+        bodies = [error.removeprefix("data: ")]
+        for reply in self.waiting:
+            status, headers, text = reply.result(30)
+            assert (status, headers["retry-after"]) == (503, "1")
+            bodies.append(text)
+        for body in bodies:
+            assert json.loads(body)["error"]["message"] == (
+                "The server is shutting down and ended this request; try again."
+            )
+
+
+def num_admitted(url: str) -> int:
+    line = next(line for line in httpx.get(url + "/metrics").text.splitlines() if "choices_admitted{" in line)
+    return int(float(line.split()[-1]))
+
+
+def deploy(name: str, drain_s: float) -> None:
+    from ray import serve
+
+    deployment = {"cpus": 1, "queue_limit": 4, "drain_s": drain_s, "route_prefix": f"/{name}"}
+    config = read_config(CONFIG | {"deployment": deployment})
+    serve.run(application(config, start_long), name=name, route_prefix=f"/{name}")
+
+
+async def start_long(config: ClusterConfig) -> ReplicaEngine:
+    engine = await start_fake(config)
+    engine.group.client.text = "the quick brown fox jumps over the lazy dog " * 10
+    engine.group.client.step_sizes = fake_engine.fixed_sizes(1)
+    return engine
+
+
+def test_a_drained_replica_tells_everybody(url: str):
+    """As `dflash serve` stops: while it drains the route stays, and new requests read 503 instead of 404."""
+    deploy("drained", 20)
+    requests = Open(f"{url}/drained")
+    with ThreadPoolExecutor(1) as pool:
+        begin_s = time.monotonic()
+        num_cut = pool.submit(drain_replicas, "drained", 1.0, timeout_s=20)
+        while (late := httpx.post(f"{url}/drained/v1/completions", json=TEXT)).status_code == 200:
+            assert time.monotonic() - begin_s < 5
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert late.json()["error"]["message"].startswith("The server is shutting down")
+        assert num_cut.result(20) == 3
+    assert 1.0 < time.monotonic() - begin_s < 6
+    requests.assert_all_were_told()
+    assert drain_replicas("drained", 1.0, timeout_s=20) == 3  # joins the one drain
+
+
+def test_requests_that_outlast_a_stop_by_serve_are_told(url: str):
+    """Serve stops a replica without a word to it (`serve delete`, scale-down, a new version)."""
+    from ray import serve
+
+    deploy("deleted", 0.5)
+    requests = Open(f"{url}/deleted")
+    begin_s = time.monotonic()
+    serve.delete("deleted")
+    assert 4 < time.monotonic() - begin_s < 14  # it notices after three health checks that do not come
+    requests.assert_all_were_told()
+
+
+def test_without_replicas_there_is_nothing_to_drain(ray_cluster: None, url: str):
+    with pytest.raises(DrainFailedError, match="nowhere"):
+        drain_replicas("nowhere", 1.0, timeout_s=5)
 
 
 def test_live_values_restart_nothing():
     config = read_config(CONFIG)
     other = read_config(CONFIG | {"deployment": CONFIG["deployment"] | {"queue_limit": 9}})
-    assert live_values(config) == {"queue_limit": 1, "draft_len_schedule": None}
+    assert live_values(config) == {"queue_limit": 1, "drain_s": 2, "draft_len_schedule": None}
     assert live_values(other)["queue_limit"] == 9
     assert without_live_values(config) == without_live_values(other)
 

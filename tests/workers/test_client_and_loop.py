@@ -244,6 +244,18 @@ async def test_calls_run_through_the_loop() -> None:
         await client.check_integrity()
 
 
+async def test_an_answer_is_owed_also_to_a_caller_that_gave_up() -> None:
+    async with running(FakeCore(0.3)) as engine:
+        stream = asyncio.create_task(engine.tokens(request("a", num=3)))
+        await engine.until(lambda: "a" in engine.core.requests)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.client.check_health(), 0.05)
+        assert engine.client.num_outstanding == 2
+        await stream
+        await engine.client.check_health()
+        assert engine.client.num_outstanding == 0
+
+
 async def test_idle_blocks_and_stop_wakes_it() -> None:
     async with running(FakeCore()) as engine:
         await engine.client.check_health()

@@ -1,6 +1,7 @@
 """EngineGroup on a real local Ray cluster, with ranks that have no model: life, faults, and nothing left behind."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -173,6 +174,38 @@ async def test_a_hung_rank_is_found_by_the_stall_timeout() -> None:
     await group.close()
     assert time.monotonic() - started < 8
     await assert_nothing_left(before, pids)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_rank_that_stands_still_while_idle_is_found_and_named(victim: int) -> None:
+    """Nothing runs; only health calls come, as Serve makes them, and their caller gives up before the time-out."""
+    before = traces()
+    group = await start(FakeConfig(tensor_parallel_size=2), stall_timeout_s=1.0)
+    pids = group.processes
+    os.kill(pids[victim], signal.SIGSTOP)
+    death = asyncio.create_task(group.wait_dead())
+    deadline = time.monotonic() + 5
+    while not death.done() and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError, EngineDeadError):
+            await asyncio.wait_for(group.client.check_health(), 0.2)
+        await asyncio.sleep(0.1)
+    assert await asyncio.wait_for(death, 0.1) == (
+        f"rank {victim} (pid {pids[victim]}) stood still for 1 s: stopped by a signal (SIGSTOP) or a debugger"
+    )
+    await group.close()
+    await assert_nothing_left(before, pids)
+
+
+async def test_a_short_stop_ends_nothing() -> None:
+    group = await start(FakeConfig(), stall_timeout_s=1.5)
+    for _ in range(2):
+        os.kill(group.processes[0], signal.SIGSTOP)
+        await asyncio.sleep(0.9)
+        os.kill(group.processes[0], signal.SIGCONT)
+        await asyncio.wait_for(group.client.check_health(), 2)
+        await asyncio.sleep(0.3)
+    assert await consume(group, request("a")) == list(range(101, 111))
+    await group.close()
 
 
 async def test_a_watch_that_breaks_off_declares_the_engine_dead(caplog: pytest.LogCaptureFixture) -> None:
