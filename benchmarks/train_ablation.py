@@ -27,6 +27,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated names; all by default")
     parser.add_argument("--init", required=True, help="gives the drafter's shape, and weights unless a variant does")
     parser.add_argument("--recipe", type=json.loads, default={}, help="JSON of recipe fields that all variants share")
+    parser.add_argument(
+        "--widths", type=int, nargs="*", default=[], help="block sizes to score beside the drafter's own"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
@@ -70,6 +73,9 @@ def main() -> None:
             "fields": fields,
             "before": before,
             "scores": scores,
+            "scores_at_width": {
+                w: round(held_out["dev"].score(program, w).acceptance_length, 4) for w in arguments.widths
+            },
             "seconds": round(time.monotonic() - began, 1),
         }
         with (out / "results.jsonl").open("a") as file:

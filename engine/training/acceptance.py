@@ -81,14 +81,15 @@ class AcceptanceSet:
         self.rows = pack(corpus, row_len=row_len, seed=0, whole_multiple=rows_per_pass).to(device)
         self.rows_per_pass, self.anchors_per_row = rows_per_pass, anchors_per_row
 
-    def score(self, program: BlockProgram) -> AcceptanceReport:
-        """Acceptance of the program's drafter."""
+    def score(self, program: BlockProgram, width: int | None = None) -> AcceptanceReport:
+        """Acceptance of the program's drafter; width: of the blocks it is run with, its own by default."""
+        width = width or program.block_size
         parts = []
         for first in range(0, len(self.rows), self.rows_per_pass):
             index = torch.arange(first, first + self.rows_per_pass, device=self.rows.tokens_NS.device)
-            parts.append(self._matches(self.rows.rows(index), program))
+            parts.append(self._matches(self.rows.rows(index), program, width))
         matches_NS = torch.cat(parts)
-        slots = program.block_size - 1
+        slots = width - 1
         tokens = steps = 0
         reached, accepted = [0] * slots, [0] * slots
         for matches in by_document(self.rows, matches_NS):
@@ -100,7 +101,7 @@ class AcceptanceSet:
             documents=self.documents, tokens=tokens, steps=steps, reached=tuple(reached), accepted=tuple(accepted)
         )
 
-    def _matches(self, rows: PackedRows, program: BlockProgram) -> Tensor:
+    def _matches(self, rows: PackedRows, program: BlockProgram, width: int) -> Tensor:
         """Leading right drafts at every anchor place, [R, S]; logits in float32."""
         R, S = rows.tokens_NS.shape
         places = anchor_places(rows)
@@ -113,8 +114,8 @@ class AcceptanceSet:
         A = self.anchors_per_row
         for first in range(0, most, A):
             anchor_RA, used_RA = (_window(t, first, A) for t in (all_RS, used_RS))
-            blocks = blocks_at(rows, anchor_RA, used_RA, program.block_size)
-            hidden = program.hidden(rows, taps, anchor_RA).detach()[:, :, 1:]
+            blocks = blocks_at(rows, anchor_RA, used_RA, width)
+            hidden = program.hidden(rows, taps, anchor_RA, width).detach()[:, :, 1:]
             for row in range(R):
                 right_AJ = (hidden[row].float() @ head_HV).argmax(-1) == blocks.label_RAJ[row]
                 count_A = (right_AJ & blocks.valid_RAJ[row]).long().cumprod(-1).sum(-1)

@@ -43,21 +43,49 @@ def acceptance_weights(probability_AJ: Tensor) -> Tensor:
 
 
 def block_loss(
-    hidden_AJH: Tensor, head_VH: Tensor, label_AJ: Tensor, valid_AJ: Tensor, decay_J: Tensor, acceptance_share: float
+    hidden_AJH: Tensor,
+    head_VH: Tensor,
+    label_AJ: Tensor,
+    valid_AJ: Tensor,
+    decay_J: Tensor,
+    acceptance_share: float,
+    teacher_AJH: Tensor | None = None,
+    distill_share: float = 0.0,
 ) -> BlockLoss:
     """Loss and gradient of one chunk of blocks.
 
     acceptance_share: 0 weights slots by `decay_J` alone, 1 by `acceptance_weights` alone.
+    teacher_AJH, distill_share: the target's final states that predict the labels; its softmax then takes this share of
+        the label's one-hot distribution in the gradient. nll stays that of the label.
     """
-    A, J, H = hidden_AJH.shape
-    grad, nll, hit, weight = _loss_and_gradient(
-        hidden_AJH.reshape(A * J, H), head_VH, label_AJ, valid_AJ, decay_J, acceptance_share
+    return _whole(
+        _loss_and_gradient,
+        hidden_AJH,
+        head_VH,
+        label_AJ,
+        valid_AJ,
+        decay_J,
+        acceptance_share,
+        teacher_AJH,
+        distill_share,
     )
+
+
+def _whole(inner: Callable[..., tuple[Tensor, ...]], hidden_AJH: Tensor, *arguments: object) -> BlockLoss:
+    A, J, H = hidden_AJH.shape
+    grad, nll, hit, weight = inner(hidden_AJH.reshape(A * J, H), *arguments)
     return BlockLoss(grad_AJH=grad.view(A, J, H), nll_AJ=nll, hit_AJ=hit, weight_AJ=weight)
 
 
 def _loss_and_gradient(
-    hidden_NH: Tensor, head_VH: Tensor, label_AJ: Tensor, valid_AJ: Tensor, decay_J: Tensor, acceptance_share: float
+    hidden_NH: Tensor,
+    head_VH: Tensor,
+    label_AJ: Tensor,
+    valid_AJ: Tensor,
+    decay_J: Tensor,
+    acceptance_share: float,
+    teacher_AJH: Tensor | None,
+    distill_share: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     label_N1 = label_AJ.reshape(-1, 1)
     logits_NV = hidden_NH @ head_VH.T
@@ -72,7 +100,11 @@ def _loss_and_gradient(
         weight_AJ = weight_AJ + acceptance_share * acceptance_weights((-nll_AJ).exp() * valid_AJ)
     weight_AJ = weight_AJ * valid_AJ
     is_label_NV = torch.arange(head_VH.shape[0], device=label_N1.device) == label_N1
-    grad_NV = ((wide_NV - norm_N1).exp() - is_label_NV.float()) * weight_AJ.reshape(-1, 1)
+    wanted_NV = is_label_NV.float()
+    if teacher_AJH is not None:
+        taught_NV = (teacher_AJH.reshape(hidden_NH.shape) @ head_VH.T).float().softmax(-1)
+        wanted_NV = (1.0 - distill_share) * wanted_NV + distill_share * taught_NV
+    grad_NV = ((wide_NV - norm_N1).exp() - wanted_NV) * weight_AJ.reshape(-1, 1)
     return grad_NV.to(hidden_NH.dtype) @ head_VH, nll_AJ, hit_AJ, weight_AJ
 
 
@@ -80,19 +112,8 @@ def compiled_block_loss() -> Callable[..., BlockLoss]:
     """`block_loss` with its passes over the logits fused."""
     inner = torch.compile(_loss_and_gradient, dynamic=False)
 
-    def run(
-        hidden_AJH: Tensor,
-        head_VH: Tensor,
-        label_AJ: Tensor,
-        valid_AJ: Tensor,
-        decay_J: Tensor,
-        acceptance_share: float,
-    ) -> BlockLoss:
-        A, J, H = hidden_AJH.shape
-        grad, nll, hit, weight = inner(
-            hidden_AJH.reshape(A * J, H), head_VH, label_AJ, valid_AJ, decay_J, acceptance_share
-        )
-        return BlockLoss(grad_AJH=grad.view(A, J, H), nll_AJ=nll, hit_AJ=hit, weight_AJ=weight)
+    def run(hidden_AJH: Tensor, *arguments: object) -> BlockLoss:
+        return _whole(inner, hidden_AJH, *arguments)
 
     return run
 

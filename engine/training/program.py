@@ -64,6 +64,13 @@ def blocks_at(rows: PackedRows, anchor_RA: Tensor, used_RA: Tensor, block_size: 
     return Blocks(anchor_RA=anchor_RA, used_RA=used_RA, label_RAJ=label_RAJ, valid_RAJ=valid_RAJ)
 
 
+def teacher_states(state_SH: Tensor, anchor_A: Tensor, width: int) -> Tensor:
+    """[A, J, H]: for each slot of the blocks the target's state that predicts its token, which is one token before it.
+    Slots past the row's end repeat its last state; they are never valid."""
+    place_AJ = anchor_A.unsqueeze(-1) + torch.arange(width - 1, device=anchor_A.device)
+    return state_SH[place_AJ.clamp(max=state_SH.shape[0] - 1)]
+
+
 class BlockProgram:
     """One frozen target and one drafter on one device."""
 
@@ -73,6 +80,7 @@ class BlockProgram:
         self.target, self.drafter, self.backend = target, drafter, backend
         self.block_size = drafter.config.block_size
         self._taps = torch.compile(target.taps, dynamic=False) if compile_model else target.taps
+        self._taught = torch.compile(target.states_and_taps, dynamic=False) if compile_model else target.states_and_taps
         self._draft = torch.compile(drafter.forward, dynamic=False) if compile_model else drafter.forward
         self.loss = compiled_block_loss() if compile_model else block_loss
 
@@ -81,10 +89,15 @@ class BlockProgram:
         mask = document_mask(rows.doc_start_NS, self.backend)
         return self._taps(rows.tokens_NS, self.positions(rows), mask, self.drafter.config.target_layer_ids)
 
-    def hidden(self, rows: PackedRows, taps_RSX: Tensor, anchor_RA: Tensor) -> Tensor:
-        """Final hidden states of the blocks, [R, A, W, H]."""
+    def taught(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """(the target's final states [R, S, H], whose row t predicts token t + 1; `taps`); without gradient."""
+        mask = document_mask(rows.doc_start_NS, self.backend)
+        return self._taught(rows.tokens_NS, self.positions(rows), mask, self.drafter.config.target_layer_ids)
+
+    def hidden(self, rows: PackedRows, taps_RSX: Tensor, anchor_RA: Tensor, width: int | None = None) -> Tensor:
+        """Final hidden states of the blocks, [R, A, W, H]; width: W, the drafter's block size by default."""
         R, S = rows.tokens_NS.shape
-        A, W = anchor_RA.shape[1], self.block_size
+        A, W = anchor_RA.shape[1], width or self.block_size
         ids_RAW = torch.full((R, A, W), self.drafter.config.mask_token_id, device=anchor_RA.device)
         ids_RAW[:, :, 0] = rows.tokens_NS.gather(1, anchor_RA)
         x_RQH = F.embedding(ids_RAW.view(R, A * W), self.target.embedding)

@@ -13,6 +13,9 @@ class TrainRecipe:
 
     steps, or minutes: the length; with minutes the number of steps follows from the speed of the first ones.
     gamma: slots weigh exp(-j / gamma). acceptance_share: 0 .. 1, see `loss.acceptance_weights`.
+    distill_share: 0 .. 1, how much of the label's place the target's own distribution takes (`loss.block_loss`).
+    short_block_share, short_block_size: share of the steps whose blocks are this short, so that a drafter run with a
+        narrower block than its own stays good.
     backend, compile_model: "flex" and true on CUDA, "dense" and false elsewhere.
     """
 
@@ -28,6 +31,9 @@ class TrainRecipe:
     clip_norm: float = 1.0
     gamma: float = 7.0
     acceptance_share: float = 0.0
+    distill_share: float = 0.0
+    short_block_share: float = 0.0
+    short_block_size: int = 8
     seed: int = 0
     backend: Backend = "flex"
     compile_model: bool = True
@@ -44,8 +50,11 @@ class TrainRecipe:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.learning_rate <= 0 or self.gamma <= 0 or self.clip_norm <= 0:
             raise ValueError("learning_rate, gamma and clip_norm must be above 0.")
-        if not 0.0 <= self.acceptance_share <= 1.0:
-            raise ValueError(f"acceptance_share must lie in 0 .. 1, got {self.acceptance_share}.")
+        for name in ("acceptance_share", "distill_share", "short_block_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in 0 .. 1, got {getattr(self, name)}.")
+        if self.short_block_size < 2:
+            raise ValueError(f"short_block_size must be at least 2, got {self.short_block_size}.")
         if self.backend == "flex" and self.row_len % TILE:
             raise ValueError(f"row_len={self.row_len} must be a multiple of {TILE} with backend='flex'.")
 

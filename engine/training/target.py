@@ -90,6 +90,17 @@ class FrozenTarget(nn.Module):
         return torch.cat(found, dim=-1)
 
     @torch.no_grad()
+    def states_and_taps(
+        self, ids_RS: Tensor, positions_RS: Tensor, mask: Mask, tap_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """(final states, normed, that the head turns into logits [R, S, H]; `taps`)."""
+        last = self.config.num_layers - 1
+        H = self.config.hidden_size
+        found = self.taps(ids_RS, positions_RS, mask, (*tap_layers, last) if last not in tap_layers else tap_layers)
+        taps = found[..., : len(tap_layers) * H]
+        return self._normed(found[..., -H:].contiguous()), taps
+
+    @torch.no_grad()
     def logits(self, ids_RS: Tensor, positions_RS: Tensor, mask: Mask) -> Tensor:
         """Logits of every position, float32 [R, S, V]; for checks and small inputs."""
         x = self.taps(ids_RS, positions_RS, mask, (self.config.num_layers - 1,))

@@ -16,7 +16,7 @@ from engine.training.checkpoint import DRAFTER_DIR, load_state, save_drafter, sa
 from engine.training.corpus import PackedRows
 from engine.training.loss import learning_rate, position_weights
 from engine.training.optimizer import Optimizer, ParameterArena
-from engine.training.program import BlockProgram, blocks_at, random_anchors
+from engine.training.program import BlockProgram, blocks_at, random_anchors, teacher_states
 from engine.training.ranks import Ranks
 from engine.training.recipe import TrainRecipe
 
@@ -51,8 +51,13 @@ class Trainer:
         self.program, self.arena, self.rows, self.recipe, self.ranks = program, arena, rows, recipe, ranks
         self.directory, self.raw_config, self.held_out = directory, raw_config, held_out
         self.optimizer = Optimizer(arena, kind=recipe.optimizer, weight_decay=recipe.weight_decay)
+        if recipe.short_block_share and recipe.short_block_size > program.block_size:
+            raise ValueError(
+                f"short_block_size={recipe.short_block_size} is above the drafter's block size, {program.block_size}."
+            )
         self.decay_J = position_weights(program.block_size - 1, recipe.gamma, ranks.device)
-        self.decay_sum = float(self.decay_J.sum())
+        widths = (program.block_size, recipe.short_block_size)
+        self._decay_sums = {width: float(self.decay_J[: width - 1].sum()) for width in widths}
         self.step, self.total_steps, self.seconds_before = 0, recipe.steps, 0.0
         self._sums = torch.zeros(len(_SUMS), device=ranks.device)
         directory.mkdir(parents=True, exist_ok=True)
@@ -117,11 +122,14 @@ class Trainer:
             (recipe.seed * 1_000_003 + self.step) * 64 + ranks.rank  # distinct while there are at most 64 ranks
         )
         anchors, used = random_anchors(rows, recipe.anchors_per_row, generator)
-        blocks = blocks_at(rows, anchors, used, program.block_size)
-        hidden = program.hidden(rows, program.taps(rows), anchors)[:, :, 1:]
+        width = self._block_width()
+        blocks = blocks_at(rows, anchors, used, width)
+        states, taps = program.taught(rows) if recipe.distill_share else (None, program.taps(rows))
+        hidden = program.hidden(rows, taps, anchors, width)[:, :, 1:]
         leaf = hidden.detach()
         gradient = torch.empty_like(leaf)
-        scale = 1.0 / (used.numel() * self.decay_sum)
+        decay_J = self.decay_J[: width - 1]
+        scale = 1.0 / (used.numel() * self._decay_sums[width])
         sums = self._sums
         for row in range(leaf.shape[0]):
             out = program.loss(
@@ -129,8 +137,10 @@ class Trainer:
                 program.target.head,
                 blocks.label_RAJ[row],
                 blocks.valid_RAJ[row],
-                self.decay_J,
+                decay_J,
                 recipe.acceptance_share,
+                None if states is None else teacher_states(states[row], anchors[row], width),
+                recipe.distill_share,
             )
             gradient[row] = out.grad_AJH * scale
             sums[0] += (out.nll_AJ * out.weight_AJ).sum()
@@ -146,6 +156,12 @@ class Trainer:
         )
         self.optimizer.step(rate)
         self.step += 1
+
+    def _block_width(self) -> int:
+        """W of this step, equal on all ranks: short blocks are spread evenly over the steps."""
+        share = self.recipe.short_block_share
+        is_short = int((self.step + 1) * share) > int(self.step * share)
+        return self.recipe.short_block_size if is_short else self.program.block_size
 
     def scores(self) -> dict[str, float]:
         """Acceptance length of every held-out set; rank 0's, {} on others."""

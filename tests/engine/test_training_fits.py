@@ -15,7 +15,7 @@ from engine.training.checkpoint import DRAFTER_DIR, drafter_config, load_weights
 from engine.training.corpus import Corpus, PackedRows, pack
 from engine.training.drafter import TrainableDrafter
 from engine.training.optimizer import ParameterArena
-from engine.training.program import BlockProgram, blocks_at, random_anchors
+from engine.training.program import BlockProgram, blocks_at, random_anchors, teacher_states
 from engine.training.ranks import Ranks
 from engine.training.recipe import TrainRecipe
 from engine.training.target import FrozenTarget
@@ -150,6 +150,37 @@ def test_acceptance_equals_the_verifying_loop(toy: Toy, trained: Trainer) -> Non
         steps += len(result.accepted)
     assert (report.tokens, report.steps) == (tokens, steps)
     assert report.acceptance_length > 2.0
+
+
+def test_the_teacher_of_a_slot_is_the_state_that_predicts_it(toy: Toy) -> None:
+    program, _ = toy.program()
+    states, taps = program.taught(toy.rows)
+    assert torch.equal(taps, program.taps(toy.rows))
+    anchors, used = random_anchors(toy.rows, 20, torch.Generator().manual_seed(0))
+    blocks = blocks_at(toy.rows, anchors, used, 5)
+    for row in range(anchors.shape[0]):
+        taught = (teacher_states(states[row], anchors[row], 5) @ program.target.head.T).argmax(-1)
+        valid = blocks.valid_RAJ[row]
+        assert torch.equal(taught[valid], blocks.label_RAJ[row][valid])  # the corpus is greedy
+
+
+def test_soft_labels_and_short_blocks_fit_too(toy: Toy, tmp_path: Path) -> None:
+    trainer = toy.trainer(tmp_path, steps=60, distill_share=0.5, short_block_share=0.25, short_block_size=4)
+    widths = []
+    for _ in range(8):
+        widths.append(trainer._block_width())
+        trainer.train_step()
+    assert widths == [8, 8, 8, 4, 8, 8, 8, 4]
+    held = AcceptanceSet(toy.corpus, row_len=ROW, rows_per_pass=1, anchors_per_row=7, device="cpu")
+    with torch.no_grad():
+        before = held.score(trainer.program, 4)
+    trainer.fit()
+    with torch.no_grad():
+        after = held.score(trainer.program, 4)
+    assert len(after.survival) == 3
+    assert after.acceptance_length > before.acceptance_length + 0.3
+    with pytest.raises(ValueError, match="short_block_size=9 is above the drafter's block size, 8"):
+        toy.trainer(tmp_path, steps=1, short_block_share=0.5, short_block_size=9)
 
 
 def test_walk() -> None:

@@ -83,8 +83,8 @@ def test_flex_refuses_odd_lengths() -> None:
         document_mask(torch.zeros(1, 100, dtype=torch.int64), "flex")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_loss_equals_naive_loop(share: float) -> None:
+@pytest.mark.parametrize(("share", "distill"), [(0.0, None), (0.5, None), (0.5, 0.3), (0.0, 1.0)])
+def test_loss_equals_naive_loop(share: float, distill: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
     blocks, slots, H, V = 5, 7, 12, 37
     hidden = torch.randn(blocks, slots, H, generator=generator, requires_grad=True)
@@ -92,7 +92,8 @@ def test_loss_equals_naive_loop(share: float) -> None:
     label = torch.randint(0, V, (blocks, slots), generator=generator)
     valid = torch.rand(blocks, slots, generator=generator) < 0.8
     decay = position_weights(slots, 3.0)
-    out = block_loss(hidden.detach(), head, label, valid, decay, share)
+    teacher = None if distill is None else torch.randn(blocks, slots, H, generator=generator)
+    out = block_loss(hidden.detach(), head, label, valid, decay, share, teacher, distill or 0.0)
 
     total = torch.zeros(())
     for block in range(blocks):
@@ -106,7 +107,10 @@ def test_loss_equals_naive_loop(share: float) -> None:
             value = 1.0 + sum(math.prod(p[j + 1 : k + 1]) for k in range(j + 1, slots))
             weight = ((1 - share) * math.exp(-j / 3.0) + share * reached * value) * float(valid[block, j])
             assert abs(float(out.weight_AJ[block, j]) - weight) < 1e-4
-            total = total + weight * -F.log_softmax(head @ hidden[block, j], dim=0)[label[block, j]]
+            wanted = F.one_hot(label[block, j], V).float()
+            if teacher is not None and distill is not None:
+                wanted = (1 - distill) * wanted + distill * (head @ teacher[block, j]).softmax(0)
+            total = total - weight * (wanted * F.log_softmax(head @ hidden[block, j], dim=0)).sum()
     total.backward()
     assert hidden.grad is not None
     assert (out.grad_AJH - hidden.grad).abs().max() < 1e-4
