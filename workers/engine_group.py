@@ -120,6 +120,12 @@ class EngineGroup:
         return self._client
 
     @property
+    def rank0(self) -> Any:
+        """The actor handle of rank 0."""
+        assert self._actors, "not started, or closed"
+        return self._actors[0]
+
+    @property
     def processes(self) -> tuple[int, ...]:
         """The ranks' pids, rank by rank."""
         return tuple(info.process.pid for info in self._infos)

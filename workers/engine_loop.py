@@ -10,7 +10,10 @@ import socket
 import threading
 import time
 import traceback
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar, cast
 
 from engine.request import EngineRequest, TokenDelta
 from workers.protocol import (
@@ -37,7 +40,10 @@ from workers.protocol import (
 
 _READ_BYTES = 1 << 18  # one read between two steps: a flood of requests cannot keep the engine from stepping
 _IDLE_CHECK_S = 1.0  # idle for so long, the check of a large cache (some 0.1 s) delays hardly anyone
+_CALL_TIMEOUT_S = 60.0  # of a call from another thread: far above any step
 _FAREWELL_S = 1.0  # time given to the last message; the replica also learns the cause from the rank's own report
+
+T = TypeVar("T")
 
 
 class Core(Protocol):
@@ -90,6 +96,8 @@ class EngineLoop:
         self._connection = connection
         self._frames = FrameBuffer()
         self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._calls: deque[tuple[Callable[[Core], Any], Future[Any]]] = deque()
         self._wake_lock = threading.Lock()
         self._is_over = False
         self._stop = False
@@ -115,6 +123,22 @@ class EngineLoop:
             if not self._is_over:
                 os.write(self._wake_write, b"\0")
 
+    def call(self, work: Callable[[Core], T]) -> T:
+        """`work` of the core, between two steps of the loop; from any other thread.
+
+        Raises:
+            RuntimeError: the loop is over.
+            TimeoutError: no step ended in time.
+            Exception: whatever `work` raised; the loop goes on.
+        """
+        result: Future[Any] = Future()
+        with self._wake_lock:
+            if self._is_over:
+                raise RuntimeError("the engine loop is over")
+            self._calls.append((work, result))
+            os.write(self._wake_write, b"\0")
+        return cast(T, result.result(timeout=_CALL_TIMEOUT_S))
+
     def run(self) -> None:
         """Serves until the replica says so, hangs up, or `request_stop`.
 
@@ -125,6 +149,7 @@ class EngineLoop:
         try:
             self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid()))
             while not self._stop:
+                self._do_calls()
                 self._receive(block=not self._core.has_work())
                 if not self._stop and self._core.has_work():
                     deltas = self._core.step()
@@ -142,6 +167,22 @@ class EngineLoop:
                 self._is_over = True
                 os.close(self._wake_read)
                 os.close(self._wake_write)
+            for _, result in self._calls:
+                result.set_exception(RuntimeError("the engine loop is over"))
+
+    def _do_calls(self) -> None:
+        """What other threads asked for. They wait, so a failure is theirs."""
+        while self._calls:
+            work, result = self._calls.popleft()
+            try:
+                result.set_result(work(self._core))
+            except Exception as error:
+                result.set_exception(error)
+
+    def _drain_wake_pipe(self, ready: list[tuple[int, int]]) -> None:
+        """Whoever woke the loop has left a flag or a call, which is looked at before the next wait."""
+        if self._wake_read in [fd for fd, _ in ready]:
+            os.read(self._wake_read, 4096)
 
     # ------------------------------------------------------------------------------------------------------ inbound
 
@@ -160,7 +201,7 @@ class EngineLoop:
             self._handle(decode_to_engine(payload))
 
     def _wait_for_messages(self) -> bool:
-        """Blocks while the engine is idle. False: woken up by `request_stop`.
+        """Blocks while the engine is idle. False: woken up by another thread.
 
         Raises:
             RuntimeError: the engine's bookkeeping has leaked or disagrees.
@@ -170,6 +211,7 @@ class EngineLoop:
             self._core.check_integrity()
             self._is_checked = True
             ready = self._until_readable.poll()
+        self._drain_wake_pipe(ready)
         return self._connection.fileno() in [fd for fd, _ in ready]
 
     def _handle(self, message: ToEngine) -> None:
@@ -227,9 +269,12 @@ class EngineLoop:
             try:
                 rest = rest[self._connection.send(rest) :]
             except BlockingIOError:
+                if self._stop and deadline is None:
+                    raise _Stopped from None
                 left_ms = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1e3)
-                ready = [fd for fd, _ in self._until_writable.poll(left_ms)]
-                if self._connection.fileno() not in ready:  # woken up, or out of time
+                ready = self._until_writable.poll(left_ms)
+                self._drain_wake_pipe(ready)
+                if not ready:
                     raise _Stopped from None
             except ConnectionError as error:
                 raise _PeerGone from error

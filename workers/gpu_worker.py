@@ -1,8 +1,8 @@
 """`GpuWorker`: the Ray actor of one tensor-parallel rank (a CPU rank as well; the name is the architecture's).
 
 Its one long call, `run`, builds the rank, works, and returns a `RankExit`; it is watched, so its end shows at once.
-The short calls (`prepare`, `progress`) run in other threads of the actor. What a rank is made of comes from a factory,
-named by a dotted path, so that a simulated device can take the real one's place.
+The short calls (`prepare`, `progress`, and on rank 0 those of the speculation controller) run in other threads of the
+actor. What a rank is made of comes from a factory, named by a dotted path, so that tests can put in another.
 """
 
 import importlib
@@ -18,12 +18,13 @@ from engine.config.engine import EngineConfig
 from engine.parallel.plan_channel import plan_sender, plan_writer
 from engine.parallel.plan_ring import PlanReader, PlanRingClosed, PlanWriter
 from engine.parallel.process_identity import ProcessIdentity
+from engine.speculative.schedule import ScheduleAck, Version
 from engine.step import StepPlan
 from workers.engine_loop import Core, EngineLoop
 
 DEFAULT_FACTORY = "workers.gpu_worker:build_rank"
 READY = "ready"
-MAX_CONCURRENCY = 4  # run, and room for prepare and progress
+MAX_CONCURRENCY = 8  # run, and room for the short calls
 _ATTACH_TIMEOUT_S = 60.0
 
 
@@ -109,6 +110,7 @@ class GpuWorker:
         self._rank = rank
         self._phase = "starting"
         self._num_steps: Callable[[], int] = lambda: 0
+        self._loop: EngineLoop | None = None
 
     def prepare(self) -> RankInfo:
         """The process exists. Rank 0 also looks for a free port.
@@ -131,6 +133,25 @@ class GpuWorker:
     def progress(self) -> RankProgress:
         """How far the rank is."""
         return RankProgress(phase=self._phase, num_steps=self._num_steps())
+
+    def apply_schedule(self, version: Version, schedule: dict[int, int]) -> ScheduleAck:
+        """Rank 0: puts a draft-length schedule in force between two steps, if its version is greater than the engine's.
+
+        Raises:
+            ValueError: an entry no schedule may have.
+            RuntimeError: the engine is not loaded yet, or ends.
+        """
+        ack: ScheduleAck = self._running_loop().call(lambda core: core.apply_schedule(version, schedule))
+        return ack
+
+    def reset_gate(self) -> None:
+        """Rank 0: lets a tripped speculation gate speculate again. Raises RuntimeError as `apply_schedule` does."""
+        self._running_loop().call(lambda core: core.reset_gate())
+
+    def _running_loop(self) -> EngineLoop:
+        if self._loop is None:
+            raise RuntimeError(f"rank {self._rank} runs no engine loop (phase: {self._phase})")
+        return self._loop
 
     def run(self, job: RankJob) -> RankExit:
         """The rank's whole life: build, serve, end. Exceptions come back as a RankExit with their traceback."""
@@ -171,6 +192,7 @@ class GpuWorker:
             writer.wait_attached(_ATTACH_TIMEOUT_S)
         loop = EngineLoop(core, connection)
         self._num_steps = lambda: loop.beats
+        self._loop = loop
         self._phase = READY
         loop.run()
         self._phase = "ending"

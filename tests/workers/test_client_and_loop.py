@@ -331,3 +331,46 @@ def test_a_replica_process_does_not_import_torch() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+async def test_other_threads_call_between_two_steps_of_a_busy_and_of_an_idle_loop() -> None:
+    async with running(FakeCore(0.002)) as engine:
+
+        def where(core: FakeCore) -> tuple[str, int]:
+            return threading.current_thread().name, core.num_steps
+
+        name, _ = await asyncio.to_thread(engine.loop.call, where)  # idle
+        assert name == engine.thread.name
+        tokens = asyncio.create_task(engine.tokens(request("a", num=200)))
+        await engine.until(lambda: engine.core.num_steps > 5)
+        calls = await asyncio.gather(*[asyncio.to_thread(engine.loop.call, where) for _ in range(20)])
+        assert {caller for caller, _ in calls} == {engine.thread.name}
+        assert not tokens.done()
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(engine.loop.call, lambda core: 1 // 0)
+        assert await tokens == list(range(101, 301))
+    with pytest.raises(RuntimeError, match="over"):
+        engine.loop.call(where)
+
+
+async def test_a_call_wakes_a_loop_that_waits_for_its_reader_and_a_stop_still_ends_it() -> None:
+    core = FakeCore()
+    core.tokens_per_step = 5000
+    ours, theirs = socket.socketpair()  # nobody reads `ours`
+    loop = EngineLoop(core, theirs)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    ours.sendall(protocol.encode_frame(protocol.AddRequest(request=request("a", num=10**8))))
+    beats = -1
+    while beats != loop.beats or not beats:  # until its write blocks
+        beats = loop.beats
+        await asyncio.sleep(0.1)
+    blocked = asyncio.create_task(asyncio.to_thread(loop.call, lambda core: "done"))
+    await asyncio.sleep(0.1)
+    assert not blocked.done() and thread.is_alive()
+    loop.request_stop()
+    with pytest.raises(RuntimeError, match="over"):
+        await asyncio.wait_for(blocked, 5)
+    thread.join(5)
+    assert not thread.is_alive()
+    ours.close()
