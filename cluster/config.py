@@ -49,6 +49,12 @@ class ClusterConfig(Section):
             raise ValueError("engine.draft_len_choices: has no effect without speculative_config; remove it")
         return self
 
+    @model_validator(mode="after")
+    def _controller_needs_a_drafter(self) -> "ClusterConfig":
+        if self.controller.enabled and self.speculative_config is None:
+            raise ValueError("controller.enabled: has no effect without speculative_config; remove it")
+        return self
+
     @property
     def served_name(self) -> str:
         """The model's name in the API."""

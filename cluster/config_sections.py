@@ -261,16 +261,33 @@ class ControllerSection(Section):
     enabled: bool = Field(
         default=False,
         json_schema_extra=RESTART,
-        description="Tune draft lengths for the whole cluster. This version follows draft_len_schedule alone and "
-        "refuses true.",
+        description="Tune the draft length for the whole cluster while it serves; draft_len_schedule is where it "
+        "starts from. One controller actor serves all replicas.",
     )
-
-    @field_validator("enabled")
-    @classmethod
-    def _refused(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("this version has no speculation controller; write false and use draft_len_schedule")
-        return value
+    margin: float = Field(
+        default=0.03,
+        ge=0,
+        lt=1,
+        json_schema_extra=RESTART,
+        description="Relative gain in tokens per second that a change of draft length must promise.",
+    )
+    dwell_s: float = Field(
+        default=5.0,
+        ge=0,
+        json_schema_extra=RESTART,
+        description="Seconds between two changes of the draft length of one batch size.",
+    )
+    per_replica: bool = Field(
+        default=True,
+        json_schema_extra=RESTART,
+        description="Let a replica whose traffic differs from the others' have a schedule of its own.",
+    )
+    fallback_s: float = Field(
+        default=60.0,
+        gt=0,
+        json_schema_extra=RESTART,
+        description="Seconds without a controller after which a replica returns to draft_len_schedule.",
+    )
 
 
 class HttpSection(Section):

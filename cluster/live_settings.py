@@ -23,6 +23,11 @@ class LiveSettings:
         self._num_schedules = 0
         self._schedule = engine.static_schedule
 
+    @property
+    def schedule(self) -> dict[int, int]:
+        """The configured schedule, in force unless a controller's is."""
+        return self._schedule
+
     async def apply(self, live: dict[str, Any]) -> None:
         """Take over all of `live` or, if the engine refuses the schedule, none of it.
 

@@ -14,8 +14,16 @@ from dataclasses import dataclass, field
 from cluster.control import policy
 from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
 from cluster.control.hazards import Belief, changed_since, replica_beliefs
-from cluster.control.messages import PROTOCOL_VERSION, Order, Registration, Reply, Report, report_interval_s
-from cluster.control.policy import Rules, Schedule, Setting, Verdict
+from cluster.control.messages import (
+    PROTOCOL_VERSION,
+    ControlOptions,
+    Order,
+    Registration,
+    Reply,
+    Report,
+    report_interval_s,
+)
+from cluster.control.policy import Schedule, Setting, Verdict
 from cluster.control.step_times import StepTimes
 from engine.speculative.counters import batch_bucket
 from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck, Version, check_schedule, round_down
@@ -26,14 +34,6 @@ _CHANGE_DEVIATIONS = 4.5
 
 
 LineKey = tuple[str, tuple[int, ...], int]  # accelerator, declared draft lengths, max_num_seqs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ControlOptions:
-    """rules: of the policy. corrects_replicas: whether a replica may get a schedule of its own."""
-
-    rules: Rules = field(default_factory=Rules)
-    corrects_replicas: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Replica:
     own: Schedule | None = None
     own_share: float = 0.0
     belief: Belief | None = None
-    gate_disabled: bool = False
+    latest: Report | None = None
     verdicts: dict[int, Verdict] = field(default_factory=dict)
 
 
@@ -77,8 +77,8 @@ class Line:
 class ControlState:
     """See the module. All methods return at once and raise ValueError for messages that cannot be right."""
 
-    def __init__(self, *, started_at: float, options: ControlOptions | None = None) -> None:
-        self.options = options or ControlOptions()
+    def __init__(self, *, started_at: float) -> None:
+        self.options = ControlOptions()
         self.replicas: dict[str, Replica] = {}
         self.lines: dict[LineKey, Line] = {}
         self.belief: Belief | None = None
@@ -91,6 +91,7 @@ class ControlState:
         self._greatest_seen: Version = (0, 0)
         self._num_versions = 0
         self._numbers = 0
+        self._newest_incarnation = 0
         self._clock = TrafficClock()
         self._log: DifferenceLog | None = None
 
@@ -118,7 +119,9 @@ class ControlState:
             return Reply(interval_s=self.interval_s)
         self._see_version(registration.version)
         self._see_order(registration.order)
-        line = self._line_of(registration)
+        if registration.incarnation >= self._newest_incarnation:
+            self._newest_incarnation, self.options = registration.incarnation, registration.options
+        line = self._join_line(registration)
         if known is not None and registration.incarnation == known.counts.incarnation:
             known.registration, known.seen_at, known.version = registration, now, registration.version
             known.target = (0, 0)  # it may have fallen back to its own schedule meanwhile
@@ -158,14 +161,21 @@ class ControlState:
         replica.seen_at = max(replica.seen_at, now)
         replica.version = max(replica.version, report.version)
         if is_new:
-            replica.gate_disabled = report.gate_disabled
+            replica.latest = report
         if any(cell.rows for cell in cells):
             traffic_s = self._clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
             assert self._log is not None, "a replica is registered"
             self._log.add(time=traffic_s, replica=replica.number, cells=cells)
-            self.lines[line_key(replica.registration)].times.served(cells, now=traffic_s)
+            self.line_of(replica).times.served(cells, now=traffic_s)
         self._settle_epoch(now)
         return self._reply(replica)
+
+    def leave(self, replica_id: str, *, incarnation: int, now: float) -> None:
+        """A replica ends."""
+        replica = self.replicas.get(replica_id)
+        if replica is not None and replica.counts.incarnation == incarnation:
+            del self.replicas[replica_id]
+            self._note_idleness(now)
 
     def acknowledged(self, replica_id: str, ack: ScheduleAck) -> None:
         """A replica's answer to a push."""
@@ -213,7 +223,7 @@ class ControlState:
         if self.held is not None and self.held.mode == "pin":
             limit = replica.registration.draft_lens[-1]  # `give` checked it for the replicas of its time
             return {bound: min(draft_len, limit) for bound, draft_len in sorted(self.held.schedule.items())}
-        line = self.lines[line_key(replica.registration)]
+        line = self.line_of(replica)
         return plain(line.schedule if replica.own is None else replica.own)
 
     def _learn(self) -> None:
@@ -232,7 +242,7 @@ class ControlState:
 
     def _correct(self, replica: Replica, now: float) -> None:
         """Lets a replica whose traffic is its own have a line of its own, and takes that back."""
-        line = self.lines[line_key(replica.registration)]
+        line = self.line_of(replica)
         share = replica.own_share if self.options.corrects_replicas else 0.0
         if share < (_OWN_SHARE if replica.own is None else _SHARED_SHARE):
             replica.own, replica.verdicts = None, {}
@@ -311,7 +321,7 @@ class ControlState:
         return (self.epoch, self._num_versions)
 
     def _reply(self, replica: Replica) -> Reply:
-        if self.epoch is None or replica.target <= replica.version:
+        if self.epoch is None or self.is_superseded or replica.target <= replica.version:
             return Reply(interval_s=self.interval_s, order=self.order)
         return Reply(
             interval_s=self.interval_s, version=replica.target, schedule=replica.target_schedule, order=self.order
@@ -319,7 +329,11 @@ class ControlState:
 
     # ---------------------------------------------------------------------------------------------------- membership
 
-    def _line_of(self, registration: Registration) -> Line:
+    def line_of(self, replica: Replica) -> Line:
+        """The line a replica belongs to, followed or not."""
+        return self.lines[line_key(replica.registration)]
+
+    def _join_line(self, registration: Registration) -> Line:
         width = registration.draft_lens[-1]
         if self._log is None:
             self._log = DifferenceLog(width=width)
@@ -338,6 +352,9 @@ class ControlState:
         patience_s = _MISSED_REPORTS * self.interval_s
         for replica_id in [key for key, replica in self.replicas.items() if now - replica.seen_at > patience_s]:
             del self.replicas[replica_id]
+        self._note_idleness(now)
+
+    def _note_idleness(self, now: float) -> None:
         if not self.replicas and self.idle_since is None:
             self.idle_since = now
 

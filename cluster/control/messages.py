@@ -3,14 +3,24 @@
 All counts are cumulative since the replica's engine started: a report that is lost, repeated or late changes nothing.
 """
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
+from cluster.control.policy import Rules
 from engine.speculative.counters import CounterSnapshot
 from engine.speculative.schedule import Version
 
 PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlOptions:
+    """rules: of the policy. corrects_replicas: whether a replica may get a schedule of its own."""
+
+    rules: Rules = field(default_factory=Rules)
+    corrects_replicas: bool = True
 
 
 class CellCounts(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -57,6 +67,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     sequence:   reports count up from here. cells: the counters now; only what comes later is learnt from.
     draft_lens: the declared lengths K, ascending from 0.
     static_schedule: the configured one. version, schedule: those in force.
+    options: as this replica's config says; those of the replica that started last count.
     """
 
     protocol: int
@@ -72,10 +83,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     step_times: tuple[StepTime, ...] = ()
     cells: tuple[CellCounts, ...] = ()
     order: Order | None = None
+    options: ControlOptions = msgspec.field(default_factory=ControlOptions)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of a registered replica and the version of the schedule in force there."""
+    """Counters of a registered replica and the version of the schedule in force there.
+
+    draft_len, num_running: K of its last step and requests in its batch, for operators.
+    """
 
     replica_id: str
     incarnation: int
@@ -83,6 +98,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     gate_disabled: bool
     cells: tuple[CellCounts, ...]
+    draft_len: int = 0
+    num_running: int = 0
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.control.estimate import ControlOptions, ControlState, Push
-from cluster.control.messages import Order, Reply
+from cluster.control.estimate import ControlState, Push
+from cluster.control.messages import ControlOptions, Order, Reply
 from engine.speculative.schedule import ScheduleAck
 from tests.control.messages import DRAFT_LENS, CountingReplica, step_seconds
 
@@ -22,13 +22,13 @@ class Cluster:
     def __init__(self, num: int, *, arrives=lambda: True, options: ControlOptions | None = None) -> None:
         self.now = 0.0
         self.arrives = arrives
-        self.options = options
+        self.options = options or ControlOptions()
         self.replicas = {f"r{n}": CountingReplica(f"r{n}", seed=n, static={2: 7, 8: 3}) for n in range(num)}
         self.applied: dict[str, list[tuple[int, int]]] = {name: [] for name in self.replicas}
         self.restart_controller()
 
     def restart_controller(self) -> None:
-        self.state = ControlState(started_at=self.now, options=self.options)
+        self.state = ControlState(started_at=self.now)
 
     def take(self, replica: CountingReplica, version, schedule) -> ScheduleAck:
         """What an engine does with a schedule."""
@@ -49,7 +49,7 @@ class Cluster:
         if not self.arrives():
             return
         if reply.must_register:
-            self.answer(replica, self.state.register(replica.registration(), now=self.now))
+            self.answer(replica, self.state.register(replica.registration(options=self.options), now=self.now))
         elif reply.version is not None:
             self.take(replica, reply.version, reply.schedule)
 
@@ -186,6 +186,17 @@ def test_silent_replicas_are_forgotten_and_idleness_is_noticed() -> None:
     assert cluster.state.replicas == {} and cluster.state.idle_since == cluster.now - 0.0
     cluster.run(1)
     assert set(cluster.state.replicas) == {"r0", "r1"}
+    cluster.state.leave("r0", incarnation=1, now=cluster.now)
+    cluster.state.leave("r1", incarnation=0, now=cluster.now)  # an older one: not the one that is there
+    assert set(cluster.state.replicas) == {"r1"}
+
+
+def test_the_options_of_the_replica_that_started_last_count() -> None:
+    cluster = Cluster(1)
+    new, old = (CountingReplica(name, seed=0, static={8: 3}, incarnation=n) for name, n in (("new", 9), ("old", 5)))
+    cluster.state.register(new.registration(options=ControlOptions(corrects_replicas=False)), now=0.0)
+    cluster.state.register(old.registration(), now=1.0)
+    assert cluster.state.options.corrects_replicas is False
 
 
 def test_a_pin_and_a_freeze_hold_also_for_the_next_controller_until_released() -> None:

@@ -1,0 +1,218 @@
+"""`Reporter`: a replica's side of the control loop, a background task of its process.
+
+Tells the controller what the engine counted, and puts in force what a reply asks for. Never on anybody's way: without a
+controller the replica serves on with its schedule, after `fallback_s` with its configured one.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from ray.exceptions import RayError
+
+from cluster.control.messages import (
+    PROTOCOL_VERSION,
+    ControlOptions,
+    Order,
+    Registration,
+    Reply,
+    Report,
+    StepTime,
+    cell_counts,
+)
+from engine.core import EngineStats
+from engine.speculative.counters import CounterSnapshot
+from engine.speculative.schedule import ScheduleAck, Version
+
+logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 5.0
+_RETRY_S = (1.0, 5.0)  # pause after a failure: at first, at most
+_JITTER = 0.1  # so that replicas started together do not report together for ever
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaFacts:
+    """What a controller must know of a replica once. accelerator: replicas that name the same one share step times."""
+
+    replica_id: str
+    accelerator: str
+    draft_lens: tuple[int, ...]
+    max_num_seqs: int
+    step_times: tuple[StepTime, ...]
+    options: ControlOptions
+
+
+class CountingEngine(Protocol):
+    """The engine client as the reporter uses it. All raise an error of its own once the engine is dead."""
+
+    async def stats(self) -> EngineStats:
+        """Gauges."""
+        ...
+
+    async def counters(self) -> CounterSnapshot:
+        """Cumulative counts."""
+        ...
+
+    async def apply_schedule(self, version: Version, schedule: dict[int, int]) -> ScheduleAck:
+        """Puts a newer schedule in force."""
+        ...
+
+
+class Reporter:
+    """One replica's reports. `run` is the task.
+
+    rank0: the actor handle that the controller pushes to. connect: finds or makes the controller.
+    static_schedule: the configured one, which may change while serving.
+    """
+
+    def __init__(
+        self,
+        *,
+        facts: ReplicaFacts,
+        engine: CountingEngine,
+        rank0: Any,
+        connect: Callable[[], Awaitable[Any]],
+        static_schedule: Callable[[], dict[int, int]],
+        fallback_s: float,
+    ) -> None:
+        self._facts = facts
+        self._engine = engine
+        self._rank0 = rank0
+        self._connect = connect
+        self._static_schedule = static_schedule
+        self._fallback_s = fallback_s
+        self._incarnation = time.time_ns()
+        self._sequence = 0
+        self._controller: Any = None
+        self._is_registered = False
+        self._order: Order | None = None
+        self._heard_at = time.monotonic()
+        self._has_fallen_back = False
+        self._reply = msgspec.msgpack.Decoder(Reply)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the controller answered the last message."""
+        return self._is_registered
+
+    async def run(self) -> None:
+        """Reports until cancelled, or until the engine is dead."""
+        pause_s = 0.0
+        retry_s = _RETRY_S[0]
+        was_lost = False
+        while True:
+            await asyncio.sleep(pause_s * random.uniform(1 - _JITTER, 1 + _JITTER))
+            stats, counters = await self._engine.stats(), await self._engine.counters()
+            try:
+                reply = await self._exchange(stats, counters)
+            except (RayError, TimeoutError, ValueError, msgspec.MsgspecError) as error:
+                if not was_lost:
+                    logger.warning(
+                        "The speculation controller does not answer (%s: %s); this replica goes on without it and keeps "
+                        "asking",
+                        type(error).__name__,
+                        (str(error).strip().splitlines() or [""])[0],
+                    )
+                was_lost, self._is_registered, self._controller = True, False, None
+                await self._maybe_fall_back(stats)
+                pause_s, retry_s = retry_s, min(2 * retry_s, _RETRY_S[1])
+                continue
+            if was_lost:
+                logger.info("The speculation controller answers again")
+            was_lost, retry_s, pause_s = False, _RETRY_S[0], await self._follow(reply)
+
+    async def leave(self) -> None:
+        """Tells the controller that this replica ends; without waiting long, and for its convenience only."""
+        if not self._is_registered:
+            return
+        self._is_registered = False
+        try:
+            async with asyncio.timeout(1.0):
+                await self._controller.leave.remote(self._facts.replica_id, self._incarnation)
+        except (RayError, TimeoutError) as error:
+            logger.info("The controller did not take note of this replica's end: %s", type(error).__name__)
+
+    async def _exchange(self, stats: EngineStats, counters: CounterSnapshot) -> Reply:
+        """Registers or reports."""
+        async with asyncio.timeout(_CALL_TIMEOUT_S):
+            if self._controller is None:
+                self._controller = await self._connect()
+            if self._is_registered:
+                self._sequence += 1
+                report = self._encoder.encode(self._report(stats, counters))
+                answer = await self._controller.report.remote(report)
+            else:
+                registration = self._encoder.encode(self._registration(stats, counters))
+                answer = await self._controller.register.remote(PROTOCOL_VERSION, registration, self._rank0)
+        return self._reply.decode(answer)
+
+    async def _follow(self, reply: Reply) -> float:
+        """Puts in force what the reply asks for. Returns the seconds to the next message."""
+        self._is_registered = not reply.must_register
+        self._heard_at = time.monotonic()
+        if reply.must_register:
+            return 0.0
+        self._has_fallen_back = False
+        if reply.order is not None:
+            self._order = reply.order
+        if reply.version is not None and reply.schedule is not None:
+            await self._apply(reply.version, reply.schedule)
+        return reply.interval_s
+
+    async def _maybe_fall_back(self, stats: EngineStats) -> None:
+        if self._has_fallen_back or time.monotonic() - self._heard_at < self._fallback_s:
+            return
+        self._has_fallen_back = True
+        epoch, number = stats.schedule_version
+        if epoch > 0:  # the controller's schedule is in force
+            schedule = self._static_schedule()
+            logger.warning(
+                "No speculation controller for %g s: the configured draft lengths %s are in force again",
+                self._fallback_s,
+                schedule,
+            )
+            await self._apply((epoch, number + 1), schedule)
+
+    async def _apply(self, version: Version, schedule: dict[int, int]) -> None:
+        try:
+            await self._engine.apply_schedule(version, schedule)
+        except ValueError as error:
+            logger.error("The engine refuses schedule %s, version %s: %s", schedule, version, error)
+
+    def _registration(self, stats: EngineStats, counters: CounterSnapshot) -> Registration:
+        facts = self._facts
+        return Registration(
+            protocol=PROTOCOL_VERSION,
+            replica_id=facts.replica_id,
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            accelerator=facts.accelerator,
+            draft_lens=facts.draft_lens,
+            max_num_seqs=facts.max_num_seqs,
+            static_schedule=self._static_schedule(),
+            version=stats.schedule_version,
+            schedule=stats.schedule,
+            step_times=facts.step_times,
+            cells=cell_counts(counters),
+            order=self._order,
+            options=facts.options,
+        )
+
+    def _report(self, stats: EngineStats, counters: CounterSnapshot) -> Report:
+        return Report(
+            replica_id=self._facts.replica_id,
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            version=stats.schedule_version,
+            gate_disabled=stats.speculation_disabled,
+            cells=cell_counts(counters),
+            draft_len=stats.draft_len,
+            num_running=stats.num_running,
+        )
