@@ -25,6 +25,7 @@ from cluster.metrics import ServeMetrics
 from cluster.openai.api import create_app
 from cluster.openai.params import SamplingDefaults
 from cluster.openai.service import OpenAIService, ServedModel
+from cluster.replica_control import ReplicaControl
 from cluster.replica_engine import EngineStarter, start_engine
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class ModelServer:
         self._stop_notice = StopNotice(
             period_s=HEALTH_PERIOD_S, is_stopping=lambda: serve_stops_replicas(context.app_name, context.deployment)
         )
+        self._control = ReplicaControl(config=self._config, engine=self._engine, live=self._live, replica=context)
         self._watches = (
             asyncio.create_task(self._end_with_engine(), name="engine-watch"),
             asyncio.create_task(self._end_with_notice(), name="stop-watch"),
@@ -126,6 +128,7 @@ class ModelServer:
             The number of requests that did not end in time and got an error instead. The engine is gone afterwards.
         """
         num_cut = await self._drain.run(limit_s)
+        await self._control.stop()
         if num_cut:
             logger.warning("%d requests did not end in time and were ended with an error.", num_cut)
         return num_cut
@@ -143,6 +146,9 @@ class ModelServer:
         drain = getattr(self, "_drain", None)
         if drain is not None:
             await drain.run(0.0)
+        control = getattr(self, "_control", None)
+        if control is not None:
+            await control.stop()
 
 
 def serve_stops_replicas(app: str, deployment: str) -> bool:

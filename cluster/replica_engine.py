@@ -7,11 +7,15 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.config import ClusterConfig, in_config_terms
+from cluster.control.messages import StepTime
 from cluster.openai.generation import Engine
 from engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.config.engine import EngineConfig
 
 
 class ReplicaClient(Engine, Protocol):
@@ -48,8 +52,24 @@ class EngineOwner(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ControlFacts:
+    """What a speculation controller needs to know of an engine. rank0: the actor handle of its rank 0.
+
+    accelerator: engines that name the same one take the same time for the same step. step_times: measured at start-up.
+    """
+
+    rank0: Any
+    accelerator: str
+    draft_lens: tuple[int, ...]
+    step_times: tuple[StepTime, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaEngine:
-    """A started engine. model_dir: where the checkpoint's generation_config.json would be."""
+    """A started engine. model_dir: where the checkpoint's generation_config.json would be.
+
+    control: None for an engine whose draft length cannot be controlled.
+    """
 
     group: EngineOwner
     tokenizer: Tokenizer
@@ -58,6 +78,7 @@ class ReplicaEngine:
     vocab_size: int
     max_draft_len: int
     static_schedule: dict[int, int]
+    control: ControlFacts | None = None
 
 
 EngineStarter = Callable[[ClusterConfig], Awaitable[ReplicaEngine]]
@@ -89,4 +110,15 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         vocab_size=engine_config.target.vocab_size,
         max_draft_len=engine_config.max_draft_len,
         static_schedule=dict(engine_config.draft_len_schedule),
+        control=ControlFacts(
+            rank0=group.rank0, accelerator=_accelerator(engine_config), draft_lens=engine_config.draft_len_choices
+        ),
     )
+
+
+def _accelerator(config: "EngineConfig") -> str:
+    """A name for what a step's time depends on besides rows and draft length."""
+    parts = [config.device, config.dtype, f"TP {config.tensor_parallel_size}"]
+    if config.device == "cpu":
+        parts.insert(1, f"{config.num_threads} threads")
+    return ", ".join(parts)

@@ -1,10 +1,11 @@
-"""The `dflash` command: `serve`, `chat`, `bench`, `config`, `train`, `eval-drafter`."""
+"""The `dflash` command: `serve`, `chat`, `bench`, `status`, `schedule`, `config`, `train`, `eval-drafter`."""
 
 import typer
 
 from cluster.cli.bench import bench
 from cluster.cli.chat import chat
 from cluster.cli.config_command import config
+from cluster.cli.operate import schedule, status
 from cluster.cli.serve import serve
 from cluster.cli.train import eval_drafter, train
 
@@ -18,6 +19,8 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(chat)
 app.command()(bench)
+app.command()(status)
+app.add_typer(schedule, name="schedule")
 app.add_typer(config, name="config")
 app.command()(train)
 app.command("eval-drafter")(eval_drafter)

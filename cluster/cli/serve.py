@@ -246,11 +246,15 @@ class _Server:
     def _stop_serve(self, drain_s: float) -> None:
         from ray import serve as ray_serve
 
+        from cluster.app import DEPLOYMENT
+        from cluster.control.controller import remove_controller
+
         # First the requests, while the application still has its route: one that arrives now is answered 503, not 404.
         # Serve in a Ray of our own ends with that Ray; one that was there before us stays, without the application.
         is_drained = self._is_announced and self._drain(drain_s)
         if self._app_started and not (is_drained and self._ray_started):
             ray_serve.delete(self._config.deployment.app)
+            remove_controller(self._config.deployment.app, DEPLOYMENT)
         if self._serve_started and not self._ray_started:
             ray_serve.shutdown()
 

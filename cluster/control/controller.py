@@ -172,6 +172,12 @@ def controller_name(app: str, deployment: str) -> str:
     return f"dflash-controller:{app}:{deployment}"
 
 
+def controller_apps(names: Iterable[str]) -> dict[str, str]:
+    """Application -> deployment, of those actor names that are controllers'."""
+    parts = [name.split(":") for name in names if name.startswith("dflash-controller:")]
+    return {app: deployment for _, app, deployment in parts}
+
+
 def find_or_make_controller(app: str, deployment: str, *, actor_class: type = SpeculationController) -> Any:
     """The controller's handle; blocks for a few milliseconds. Whether it lives shows at the first call.
 

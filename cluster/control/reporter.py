@@ -28,6 +28,7 @@ from cluster.control.messages import (
 from engine.core import EngineStats
 from engine.speculative.counters import CounterSnapshot
 from engine.speculative.schedule import ScheduleAck, Version
+from workers.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class ReplicaFacts:
 
 
 class CountingEngine(Protocol):
-    """The engine client as the reporter uses it. All raise an error of its own once the engine is dead."""
+    """The engine client as the reporter uses it. All raise EngineDeadError once the engine is dead."""
 
     async def stats(self) -> EngineStats:
         """Gauges."""
@@ -104,6 +105,12 @@ class Reporter:
 
     async def run(self) -> None:
         """Reports until cancelled, or until the engine is dead."""
+        try:
+            await self._run()
+        except EngineDeadError:
+            return  # the replica ends, and says why
+
+    async def _run(self) -> None:
         pause_s = 0.0
         retry_s = _RETRY_S[0]
         was_lost = False
@@ -112,11 +119,10 @@ class Reporter:
             stats, counters = await self._engine.stats(), await self._engine.counters()
             try:
                 reply = await self._exchange(stats, counters)
-            except (RayError, TimeoutError, ValueError, msgspec.MsgspecError) as error:
+            except Exception as error:  # nothing that is wrong with a controller may end the reports
                 if not was_lost:
                     logger.warning(
-                        "The speculation controller does not answer (%s: %s); this replica goes on without it and keeps "
-                        "asking",
+                        "The speculation controller does not answer (%s: %s); this replica goes on without it",
                         type(error).__name__,
                         (str(error).strip().splitlines() or [""])[0],
                     )

@@ -188,9 +188,13 @@ WRONG = [
     ("deployment.stall_timeout_s", 0, "deployment.stall_timeout_s: input should be greater than 0, got 0"),
     (
         "controller.enabled",
-        True,
-        "controller.enabled: this version has no speculation controller; write false and use draft_len_schedule",
+        "on",
+        "controller.enabled: input should be a valid boolean, got 'on'",
     ),
+    ("controller.margin", 1.0, "controller.margin: input should be less than 1, got 1.0"),
+    ("controller.dwell_s", -1, "controller.dwell_s: input should be greater than or equal to 0, got -1"),
+    ("controller.per_replica", 1, "controller.per_replica: input should be a valid boolean, got 1"),
+    ("controller.fallback_s", 0, "controller.fallback_s: input should be greater than 0, got 0"),
     ("http.host", "", "http.host: string should have at least 1 character, got ''"),
     ("http.port", 70000, "http.port: input should be less than or equal to 65535, got 70000"),
     (

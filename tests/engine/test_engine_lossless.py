@@ -98,8 +98,7 @@ def test_greedy_under_pressure(models, depth, chunk, blocks, prefix_caching):
 def test_seeded_sampling_ignores_drafts_and_neighbours(models, depth):
     texts = prompts(5, seed=9)
     params = [
-        SamplingParams(temperature=0.9, top_p=0.9, top_k=(0, 40)[i % 2], max_tokens=30, seed=1000 + i)
-        for i in range(5)
+        SamplingParams(temperature=0.9, top_p=0.9, top_k=(0, 40)[i % 2], max_tokens=30, seed=1000 + i) for i in range(5)
     ]
     with engine(models["qwen3"], None) as plain:
         alone = [ids(plain.generate([t], [p]))[0] for t, p in zip(texts, params, strict=True)]

