@@ -74,13 +74,16 @@ class ServeMetrics:
         if generated > 1:
             self._per_token.observe(decode_seconds / (generated - 1))
 
-    async def render(self, source: StatsSource) -> tuple[bytes, str]:
+    async def render(self, source: StatsSource, *, is_controller_connected: bool | None = None) -> tuple[bytes, str]:
         """Body and content type of /metrics; the engine's numbers are asked for first.
+
+        is_controller_connected: None where the config wants no speculation controller.
 
         Raises:
             EngineDeadError: the engine is gone.
         """
         self._snapshot.update(await source.stats(), await source.counters())
+        self._snapshot.is_controller_connected = is_controller_connected
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -96,6 +99,7 @@ class _EngineSnapshot(Collector):
         self._created = time.time()
         self._stats: EngineStats | None = None
         self._counters: CounterSnapshot | None = None
+        self.is_controller_connected: bool | None = None  # None: the config wants no controller
 
     def update(self, stats: "EngineStats", counters: "CounterSnapshot") -> None:
         """Take newer numbers."""
@@ -106,6 +110,12 @@ class _EngineSnapshot(Collector):
         yield self._counter("dflash:requests_rejected", "Requests refused with 429.", self._admission.num_rejected)
         yield self._gauge("dflash:choices_admitted", "Choices in the replica.", self._admission.num_admitted)
         yield self._gauge("dflash:choices_capacity", "Choices that may be in the replica.", self._admission.capacity)
+        if self.is_controller_connected is not None:
+            yield self._gauge(
+                "dflash:controller_connected",
+                "1 while the speculation controller answers.",
+                int(self.is_controller_connected),
+            )
         if self._stats is not None:
             yield from self._gauges(self._stats)
         if self._counters is not None:
@@ -119,6 +129,9 @@ class _EngineSnapshot(Collector):
         yield self._gauge("dflash:kv_blocks_free", "KV blocks with neither owner nor prefix key.", stats.free_blocks)
         yield self._gauge("dflash:kv_blocks_cached", "KV blocks that only a prefix hit revives.", stats.cached_blocks)
         yield self._gauge("dflash:draft_len", "Draft length of the last step.", stats.draft_len)
+        epoch, number = stats.schedule_version
+        yield self._gauge("dflash:schedule_epoch", "Epoch of the schedule in force; 0: the configured one.", epoch)
+        yield self._gauge("dflash:schedule_number", "Number of the schedule in force within its epoch.", number)
         yield self._gauge(
             "dflash:speculation_disabled", "1 once the acceptance gate has tripped.", int(stats.speculation_disabled)
         )

@@ -25,6 +25,7 @@ from cluster.metrics import ServeMetrics
 from cluster.openai.api import create_app
 from cluster.openai.params import SamplingDefaults
 from cluster.openai.service import OpenAIService, ServedModel
+from cluster.ray_metrics import RayMetrics
 from cluster.replica_control import ReplicaControl
 from cluster.replica_engine import EngineStarter, start_engine
 
@@ -53,6 +54,9 @@ class ModelServer:
             replica=serve.get_replica_context().replica_id.unique_id,
             admission=self._admission,
         )
+        self._ray_metrics = RayMetrics(
+            model_name=self._config.served_name, replica=serve.get_replica_context().replica_id.unique_id
+        )
         self._engine = await starter(self._config)
         self._live = LiveSettings(engine=self._engine, admission=self._admission, drain_s=deployment.drain_s)
         self._is_dead = False
@@ -65,6 +69,7 @@ class ModelServer:
         self._watches = (
             asyncio.create_task(self._end_with_engine(), name="engine-watch"),
             asyncio.create_task(self._end_with_notice(), name="stop-watch"),
+            asyncio.create_task(self._ray_metrics.run(self._engine.group.client), name="ray-metrics"),
         )
         self._admission.state = ReplicaState.READY
 
@@ -89,7 +94,9 @@ class ModelServer:
             service,
             max_body_bytes=self._config.http.max_body_bytes,
             health_timeout_s=HEALTH_TIMEOUT_S,
-            render_metrics=lambda: self._metrics.render(self._engine.group.client),
+            render_metrics=lambda: self._metrics.render(
+                self._engine.group.client, is_controller_connected=self._control.is_connected
+            ),
             echoes_request_id=False,  # Serve's proxy does
         )
 

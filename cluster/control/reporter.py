@@ -94,7 +94,7 @@ class Reporter:
         self._is_registered = False
         self._order: Order | None = None
         self._heard_at = time.monotonic()
-        self._has_fallen_back = False
+        self._fallback_version: Version | None = None
         self._reply = msgspec.msgpack.Decoder(Reply)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -127,7 +127,7 @@ class Reporter:
                         (str(error).strip().splitlines() or [""])[0],
                     )
                 was_lost, self._is_registered, self._controller = True, False, None
-                await self._maybe_fall_back(stats)
+                await self._maybe_fall_back()
                 pause_s, retry_s = retry_s, min(2 * retry_s, _RETRY_S[1])
                 continue
             if was_lost:
@@ -165,26 +165,27 @@ class Reporter:
         self._heard_at = time.monotonic()
         if reply.must_register:
             return 0.0
-        self._has_fallen_back = False
         if reply.order is not None:
             self._order = reply.order
         if reply.version is not None and reply.schedule is not None:
             await self._apply(reply.version, reply.schedule)
         return reply.interval_s
 
-    async def _maybe_fall_back(self, stats: EngineStats) -> None:
-        if self._has_fallen_back or time.monotonic() - self._heard_at < self._fallback_s:
+    async def _maybe_fall_back(self) -> None:
+        """Puts the configured schedule in force when a controller's is and nobody has been heard of for long."""
+        if time.monotonic() - self._heard_at < self._fallback_s:
             return
-        self._has_fallen_back = True
-        epoch, number = stats.schedule_version
-        if epoch > 0:  # the controller's schedule is in force
-            schedule = self._static_schedule()
-            logger.warning(
-                "No speculation controller for %g s: the configured draft lengths %s are in force again",
-                self._fallback_s,
-                schedule,
-            )
-            await self._apply((epoch, number + 1), schedule)
+        epoch, number = (await self._engine.stats()).schedule_version
+        if epoch == 0 or (epoch, number) == self._fallback_version:
+            return
+        schedule = self._static_schedule()
+        logger.warning(
+            "No speculation controller for %g s: the configured draft lengths %s are in force again",
+            self._fallback_s,
+            schedule,
+        )
+        self._fallback_version = (epoch, number + 1)
+        await self._apply(self._fallback_version, schedule)
 
     async def _apply(self, version: Version, schedule: dict[int, int]) -> None:
         try:

@@ -135,7 +135,7 @@ class Replicas:
         classes = {} if self.actor_class is None else {"actor_class": self.actor_class[0]}
         return await asyncio.to_thread(lambda: find_or_make_controller(self.app, "d", **classes))
 
-    async def until(self, condition: Callable[[list[dict[int, int]]], bool], timeout_s: float = 25.0) -> None:
+    async def until(self, condition: Callable[[list[dict[int, int]]], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             schedules = [(await engine.rank0.get.remote())[1] for engine in self.engines]
@@ -147,7 +147,7 @@ class Replicas:
             await asyncio.sleep(0.2)
 
     async def until_registered(self) -> None:
-        deadline = time.monotonic() + 25
+        deadline = time.monotonic() + 60
         while not all(reporter.is_connected for reporter in self.reporters):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
@@ -197,7 +197,7 @@ async def test_replicas_make_one_controller_that_pushes_and_obeys_operators() ->
         assert not any([(await engine.stats()).speculation_disabled for engine in running.engines])
         order = Order(mode="pin", issued_at=time.time(), schedule={8: 2})
         await controller.give.remote(msgspec.msgpack.encode(order))
-        await running.until(all_have(2), 5.0)
+        await running.until(all_have(2))
         with pytest.raises(ValueError, match="max_draft_len"):
             await controller.give.remote(msgspec.msgpack.encode(Order(mode="pin", issued_at=9e9, schedule={8: 9})))
 
@@ -207,7 +207,7 @@ async def test_a_killed_controller_returns_with_a_later_epoch_and_what_was_order
         await running.until_registered()
         order = Order(mode="pin", issued_at=time.time(), schedule={8: 2})
         await find_controller("kill", "d").give.remote(msgspec.msgpack.encode(order))
-        await running.until(all_have(2), 10.0)
+        await running.until(all_have(2))
         await asyncio.sleep(1.5)  # replicas hear of the order
         ray.kill(find_controller("kill", "d"), no_restart=False)
 
@@ -216,16 +216,19 @@ async def test_a_killed_controller_returns_with_a_later_epoch_and_what_was_order
                 return (await running.status()).epoch
             return None
 
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while await epoch() != 2:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.2)
-        await asyncio.sleep(1.0)
+        await running.until_registered()
+        while any(r.version < r.target for r in (await running.status()).replicas):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
         assert (await running.status()).order == order
         for engine in running.engines:
             versions = await engine.rank0.history.remote()
             assert versions == sorted(set(versions)) and versions[-1][0] == 2
-        await running.until(all_have(2), 1.0)
+        await running.until(all_have(2))
 
 
 async def test_without_a_controller_replicas_go_on_fall_back_and_are_found_again() -> None:
@@ -233,9 +236,7 @@ async def test_without_a_controller_replicas_go_on_fall_back_and_are_found_again
     async with replicas("absent", actor_class=classes, fallback_s=3.0) as running:
         for n, engine in enumerate(running.engines):  # as an earlier controller left them
             await engine.apply_schedule((4, 2 + n), {8: 5})
-        await asyncio.sleep(1.5)
-        await running.until(all_have(5), 0.1)
-        await running.until(lambda schedules: all(schedule == STATIC for schedule in schedules), 10.0)
+        await running.until(lambda schedules: all(schedule == STATIC for schedule in schedules))
         classes[0] = SpeculationController
         await running.until(all_have(7))
         assert (await running.status()).epoch == 5
@@ -253,7 +254,7 @@ async def test_a_controller_before_a_newer_protocol_and_one_without_application_
         await running.until_registered()
         running.tasks[0].cancel()
         await running.reporters[0].leave()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while True:
             try:
                 find_controller("gone", "d")
