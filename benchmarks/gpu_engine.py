@@ -54,6 +54,7 @@ def smol_config(args: argparse.Namespace) -> EngineConfig:
 def q8_config(args: argparse.Namespace, directory: Path) -> EngineConfig:
     longest = max(args.draft_lens)
     target, drafter = write_qwen3_8b(directory, drafter_weights=False)
+    longest_request = min(args.max_model_len, args.prompt_tokens + args.tokens + 64)
     return dummy_config(
         target,
         drafter if longest else None,
@@ -63,6 +64,8 @@ def q8_config(args: argparse.Namespace, directory: Path) -> EngineConfig:
         max_num_seqs=max(args.concurrency),
         max_num_batched_tokens=args.batched_tokens,
         block_size=args.block_size,
+        num_blocks=max(args.concurrency) * -(-longest_request // args.block_size)
+        + args.max_model_len // args.block_size,
         device=args.device,
         decode_programs=args.programs or "graphs",
         synthetic_acceptance_length=args.acceptance_length if longest else None,
