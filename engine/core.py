@@ -18,6 +18,7 @@ import msgspec
 from engine.config.engine import EngineConfig
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.prefix_keys import root_key
+from engine.logits_rules import check_request
 from engine.request import EngineRequest, TokenDelta
 from engine.scheduler import PipelineNotEmpty, ScheduledStep, Scheduler
 from engine.sequence import Sequence, SequenceState
@@ -97,8 +98,8 @@ class EngineCore:
         """Queues a request. Its first tokens come from a later `step`.
 
         Raises:
-            ValueError: names the field: id in use, empty prompt, token id outside the vocabulary, n above 1, or a
-                length that can never fit.
+            ValueError: names the field: id in use, empty prompt, token id outside the vocabulary, n above 1, a length
+                that can never fit, or an option that this deployment does not have.
         """
         if request.request_id in self._sequences:
             raise ValueError(f"request_id: {request.request_id!r} is in use by an unfinished request")
@@ -108,11 +109,13 @@ class EngineCore:
         max_len = self._max_len(request)
         config = self._config
         eos_token_ids = () if params.ignore_eos else config.target.eos_token_ids
+        stop_token_ids = tuple(sorted({*eos_token_ids, *params.stop_token_ids}))
+        check_request(request, config, stop_token_ids)
         seq = Sequence(
             request=request,
             max_len=max_len,
             seed=self._rng.getrandbits(63) if params.seed is None else params.seed,
-            stop_token_ids=tuple(sorted({*eos_token_ids, *params.stop_token_ids})),
+            stop_token_ids=stop_token_ids,
             root_key=root_key(identity=config.identity, cache_salt=request.cache_salt),
         )
         self._sequences[request.request_id] = seq

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from engine.bad_words import bad_word_token_ids
 from engine.config.decoding import DFlashDecodingConfig
 from engine.config.engine import EngineConfig
 from engine.config.resolve import resolve_engine_config
@@ -180,12 +181,15 @@ class LLM:
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> "_Job":
         text, ids = self._tokens_of(prompt)
+        bad_word_ids = bad_word_token_ids(self.tokenizer, params.bad_words or ())
         sequences = []
         for index in range(params.n):
             self._num_requests += 1
             request_id = f"request-{self._num_requests}"
             own = msgspec.structs.replace(params, n=1, seed=choice_seed(params.seed, index))
-            request = EngineRequest(request_id=request_id, prompt_token_ids=tuple(ids), params=own)
+            request = EngineRequest(
+                request_id=request_id, prompt_token_ids=tuple(ids), params=own, bad_word_ids=bad_word_ids
+            )
             state = RequestState(
                 request_id,
                 request.prompt_token_ids,

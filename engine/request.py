@@ -9,13 +9,15 @@ from engine.step import TokenLogprobs
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to decode. `params.n` is 1 here: front-ends fan out n > 1 into n requests.
 
-    cache_salt isolates the prefix cache of callers that must not share it.
+    cache_salt isolates the prefix cache of callers that must not share it. bad_word_ids: the token sequences that
+    `params.bad_words` stand for (`engine.bad_words`), as the engine itself has no tokenizer.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     cache_salt: str | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):

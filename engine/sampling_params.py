@@ -1,21 +1,18 @@
 """Per-request sampling options, in vLLM's names and defaults. Validated on construction; travels as a message."""
 
 import math
+from collections.abc import Collection
 
 import msgspec
 
-# Options this engine refuses by name: (field, value that means "not asked for").
-_UNSUPPORTED: tuple[tuple[str, object], ...] = (
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-    ("repetition_penalty", 1.0),
-    ("logit_bias", None),
-    ("bad_words", None),
-    ("allowed_token_ids", None),
-    ("prompt_logprobs", None),
-)
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128  # every step compares every row of the batch with all of them
+# Sizes of the tables that a step compares with, and of what a request may send to every rank (vLLM's limits).
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
 MIN_TEMPERATURE = 1e-5  # below it, scaled float32 logits overflow and ties decide
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
 
@@ -26,9 +23,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `stop` and `stop_token_ids` may be given as a list (and `stop` as one string); they are kept as tuples. Filters
     apply in the order temperature, min_p, top_k, top_p. seed None: the engine picks one per request.
 
+    Before them the logits are changed in this order: logit_bias is added; repetition_penalty divides positive logits of
+    ids in the prompt or the output and multiplies negative ones; frequency_penalty times an id's count in the output
+    and presence_penalty (once) are subtracted; ids outside allowed_token_ids, and those that would complete one of
+    bad_words in the output, are ruled out. Log-probabilities are those of the unchanged logits.
+
     Raises:
-        ValueError: a value out of range (the message starts with the field's name), or an option this engine does not
-            apply yet.
+        ValueError: a value out of range; the message starts with the field's name.
     """
 
     n: int = 1
@@ -74,12 +75,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_int("seed", self.seed, low=_SEED_MIN, high=_SEED_MAX)
         self._check_lengths()
         self._check_stops()
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
-        self._refuse_unsupported()
+        self._check_penalties()
+        self._check_logit_rules()
 
     def _check_lengths(self) -> None:
         _check_int("min_tokens", self.min_tokens, low=0)
@@ -106,13 +109,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
 
-    def _refuse_unsupported(self) -> None:
-        for name, off in _UNSUPPORTED:
-            value = getattr(self, name)
-            is_off = value is None or (isinstance(value, (tuple, list, dict)) and not value)
-            same = not isinstance(value, bool) and isinstance(value, (int, float)) and value == off
-            if not is_off and not same:
-                raise ValueError(f"{name} is not supported by this engine; leave it out or set it to {off!r}.")
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_float(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY)
+        if _check_float("repetition_penalty", self.repetition_penalty, low=0.0) == 0.0:
+            raise ValueError("repetition_penalty must be greater than 0, got 0; 1 switches it off.")
+
+    def _check_logit_rules(self) -> None:
+        """logit_bias, allowed_token_ids and bad_words; empty biases and words become None, which is off."""
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.")
+            _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIASES, "ids")
+            for token_id, bias in self.logit_bias.items():
+                _check_int("logit_bias", token_id, low=0, high=2**31 - 1)
+                _check_float("logit_bias", bias, low=-MAX_BIAS, high=MAX_BIAS)
+            msgspec.structs.force_setattr(self, "logit_bias", dict(self.logit_bias) or None)
+        if self.allowed_token_ids is not None:
+            ids = _as_tuple("allowed_token_ids", self.allowed_token_ids, "token ids")
+            if not ids:
+                raise ValueError("allowed_token_ids must name at least one id, got []; leave it out to allow every id.")
+            _check_count("allowed_token_ids", ids, MAX_ALLOWED_TOKEN_IDS, "ids")
+            for token_id in ids:
+                _check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
+            msgspec.structs.force_setattr(self, "allowed_token_ids", ids)
+        if self.bad_words is not None:
+            words = _as_tuple("bad_words", self.bad_words, "strings")
+            _check_count("bad_words", words, MAX_BAD_WORDS, "words")
+            for word in words:
+                if not isinstance(word, str) or not word.strip():
+                    raise ValueError(f"bad_words must hold strings that are not blank, got {word!r}; remove it.")
+            msgspec.structs.force_setattr(self, "bad_words", words or None)
+
+    @property
+    def has_penalty(self) -> bool:
+        """True if what was said before changes what may be said next."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def is_greedy(self) -> bool:
@@ -131,6 +163,11 @@ def _as_tuple(name: str, value: object, what: str) -> tuple[object, ...]:
     if not isinstance(value, (tuple, list)):
         raise ValueError(f"{name} must be a list of {what}, got {value!r}.")
     return tuple(value)
+
+
+def _check_count(name: str, values: Collection[object], limit: int, what: str) -> None:
+    if len(values) > limit:
+        raise ValueError(f"{name} may hold at most {limit} {what}, got {len(values)}.")
 
 
 def _range(low: float, high: float | None) -> str:

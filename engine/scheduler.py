@@ -57,6 +57,7 @@ class _Draft:
 
     budget: int
     lookahead_len: int  # slots past a row's base that its next steps may write
+    upload_budget: int  # numbers that the admissions' logits rules may add to the plan
     may_preempt: bool
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[PrefillRow] = field(default_factory=list)
@@ -81,6 +82,7 @@ class Scheduler:
         self._max_num_seqs = config.max_num_seqs
         self._num_steps_ahead = config.pipeline_depth + 1
         self._lookahead = config.lookahead
+        self._upload_budget = config.max_upload_len
         self.waiting: deque[Sequence] = deque()
         self.running: dict[str, Sequence] = {}  # in admission order, which is arrival order
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -151,6 +153,7 @@ class Scheduler:
         draft = _Draft(
             budget=self._max_num_batched_tokens,
             lookahead_len=self._num_steps_ahead * (draft_len + 1) + self._lookahead,
+            upload_budget=self._upload_budget,
             may_preempt=may_preempt,
         )
         for seq in rows:
@@ -186,6 +189,9 @@ class Scheduler:
             hit_block_ids = self._kv.match_prefix(seq)
             if not self._kv.can_admit(seq, hit_block_ids, len(seq.token_ids) + draft.lookahead_len):
                 return
+            if seq.upload_len > draft.upload_budget:  # never for the first: one request alone always fits
+                return
+            draft.upload_budget -= seq.upload_len
             self.waiting.popleft()
             slot = self._free_slots.pop()
             self._generations[slot] += 1

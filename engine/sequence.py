@@ -13,6 +13,7 @@ first input. Decode steps in flight are counted (`num_in_flight`), not measured:
 
 import enum
 
+from engine.logits_rules import rules_of, upload_len
 from engine.request import EngineRequest
 from engine.step import SlotInit
 
@@ -107,6 +108,11 @@ class Sequence:
         """Every step in flight emits at least one token, and those reach max_len: another step could do nothing."""
         return len(self.token_ids) + self.num_in_flight >= self.max_len
 
+    @property
+    def upload_len(self) -> int:
+        """Numbers that its next `slot_init` carries to every rank besides its fixed fields, at most."""
+        return upload_len(self.request, len(self.token_ids))
+
     def take_slot(self, *, slot: int, generation: int, hit_block_ids: list[int], hit_len: int) -> None:
         """Admission: WAITING -> RUNNING on `slot`, with the prefix hit as the head of the block table."""
         assert self.state is SequenceState.WAITING, self
@@ -157,6 +163,8 @@ class Sequence:
             seed=self.seed,
             stop_token_ids=self.stop_token_ids,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            rules=rules_of(self.request, self.token_ids[self.prompt_len :]),
         )
 
     def __repr__(self) -> str:

@@ -26,6 +26,31 @@ class Finish(enum.IntEnum):
     ERROR = 3  # the target's logits are not finite where the next token would come from
 
 
+class LogitsRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a request changes about the target's logits before its tokens are drawn (`engine.sampling.processors`).
+
+    logit_bias: (id, value) pairs, ids distinct. allowed_ids: empty: every id.
+    bad_words: token sequences that the output may not contain.
+    prompt_ids: distinct ids of the prompt, filled where a repetition penalty needs them.
+    output_ids: tokens emitted before the request took this slot (it resumes after a preemption), filled where penalties
+        or bad words look at them.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+
+    @property
+    def has_penalty(self) -> bool:
+        """Any of the three penalties."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
 class SlotInit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """State uploaded when a request takes a slot (first admission, or resume after preemption).
 
@@ -34,6 +59,8 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     min_len:     stop ids are masked out of the sampling while the request has fewer than this many tokens in total.
     stop_token_ids: every id that ends the request (end-of-sequence ids included unless ignored).
     num_logprobs: -1 none; n >= 0: the emitted token's log-probability and the n most likely alternatives.
+    num_prompt_logprobs: the same for the tokens of the prompt.
+    rules: None where the target's logits are used as they are.
     """
 
     slot: int
@@ -48,6 +75,8 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     seed: int
     stop_token_ids: tuple[int, ...]
     num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
+    rules: LogitsRules | None = None
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -16,6 +16,7 @@ DEFAULT_CPU_CACHE_BYTES = GIB
 # Without a stated size a GPU engine takes this share of the memory, less the weights and the workspace.
 DEFAULT_GPU_SHARE = 0.9
 GPU_WORKSPACE_BYTES = 2 * GIB
+PENALTY_BYTES = 5  # per slot and vocabulary id: an int32 count of the output and whether the prompt has it
 
 
 def with_blocks(
@@ -55,13 +56,23 @@ def weight_bytes(config: EngineConfig, num_parameters: int) -> int:
     return num_parameters * (4 if config.dtype == "float32" else 2)
 
 
+def penalty_workspace_bytes(config: EngineConfig) -> int:
+    """Bytes over all ranks of the penalties' counts: an int32 and a flag for every slot and vocabulary id."""
+    if not config.enable_penalty:
+        return 0
+    ranks = config.tensor_parallel_size
+    padded_vocab = -(-config.target.vocab_size // ranks) * ranks
+    return (config.max_num_seqs + 1) * padded_vocab * PENALTY_BYTES
+
+
 def _default_blocks(config: EngineConfig, block_bytes: int, num_parameters: int, machine: Machine) -> int:
     usable = config.max_num_seqs * config.max_blocks_per_seq + 1
     if config.device == "cpu":
         affordable = DEFAULT_CPU_CACHE_BYTES // block_bytes
     else:
         assert machine.accelerator is not None
-        per_rank = weight_bytes(config, num_parameters) / config.tensor_parallel_size
+        shared = weight_bytes(config, num_parameters) + penalty_workspace_bytes(config)
+        per_rank = shared / config.tensor_parallel_size
         free = machine.accelerator.memory_bytes * DEFAULT_GPU_SHARE - per_rank - GPU_WORKSPACE_BYTES
         affordable = max(0, math.floor(free / block_bytes))
     # One request of full length is the least that works, even above the default size.
@@ -84,24 +95,26 @@ def _check_memory(
     config: EngineConfig, name: str, blocks: int, block_bytes: int, num_parameters: int, machine: Machine
 ) -> None:
     weights = weight_bytes(config, num_parameters)
+    penalties = penalty_workspace_bytes(config)
     cache = blocks * block_bytes
     ranks = config.tensor_parallel_size
     if config.device == "cpu":
         # All ranks share the machine's memory.
         total, where = machine.memory_bytes, "this machine"
-        needed = weights + cache * ranks
+        needed = weights + penalties + cache * ranks
         cache_term = _size(cache) if ranks == 1 else f"{_size(cache)} x {ranks} ranks"
         weights_term = _size(weights)
     else:
         assert machine.accelerator is not None
         total, where = machine.accelerator.memory_bytes, machine.accelerator.name
-        needed = weights // ranks + cache
+        needed = (weights + penalties) // ranks + cache
         cache_term = _size(cache)
         weights_term = _size(weights) if ranks == 1 else f"{_size(weights)} / {ranks} ranks"
     if needed > total:
+        penalties_term = f" + penalty counts {_size(penalties)}" if penalties else ""
         raise ValueError(
-            f"{name}: weights {weights_term} + KV cache {cache_term} ({blocks} blocks x {block_bytes} bytes) = "
-            f"{_size(needed)}, but {where} has {_size(total)}. Lower {name}, max_model_len or max_num_seqs"
+            f"{name}: weights {weights_term}{penalties_term} + KV cache {cache_term} ({blocks} blocks x {block_bytes} "
+            f"bytes) = {_size(needed)}, but {where} has {_size(total)}. Lower {name}, max_model_len or max_num_seqs"
         )
 
 

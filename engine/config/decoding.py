@@ -10,6 +10,7 @@ loads again.
 """
 
 import enum
+import functools
 import logging
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +30,21 @@ from pydantic_core.core_schema import ValidationInfo
 logger = logging.getLogger(__name__)
 
 
+@functools.cache
+def warn_of_allow_advanced_sampling() -> None:
+    """Logs the deprecation, once per process: a config is validated several times on its way to an engine."""
+    logger.warning(
+        "DecodingBaseConfig: 'allow_advanced_sampling' is deprecated and will be removed in a future release. "
+        "The flag has no effect \u2014 non-greedy sampling is now auto-detected per request."
+    )
+
+
 class AdvancedSamplingMode(enum.StrEnum):
-    """Which filters of the sampler exist in a deployment. FULL: top-k and top-p, per request."""
+    """Which filters of the sampler exist in a deployment. FULL: top-k and top-p, per request.
+
+    A filter that does not exist costs nothing, and a request that asks for it is refused. (TensorRT-LLM decodes such a
+    request without the filter.)
+    """
 
     FULL = "full"
     NO_TOPK = "no_topk"
@@ -101,11 +115,13 @@ class DecodingBaseConfig(BaseModel):
         json_schema_extra={"status": "deprecated"},
     )
     advanced_sampling_mode: AdvancedSamplingMode = Field(
-        default=AdvancedSamplingMode.FULL, description="Which sampling filters exist in this deployment."
+        default=AdvancedSamplingMode.FULL,
+        description="Which sampling filters exist in this deployment; requests that ask for another are refused.",
     )
     enable_penalty: bool = Field(
         default=False,
-        description="Whether requests may use repetition, presence and frequency penalties.",
+        description="Whether requests may use repetition, presence and frequency penalties. Their counts take 5 bytes "
+        "of memory for every slot and vocabulary id.",
         json_schema_extra={"status": "prototype"},
     )
 
@@ -113,10 +129,7 @@ class DecodingBaseConfig(BaseModel):
     @classmethod
     def _warn_of_deprecated_key(cls, data: Any) -> Any:
         if isinstance(data, dict) and "allow_advanced_sampling" in data:
-            logger.warning(
-                "DecodingBaseConfig: 'allow_advanced_sampling' is deprecated and will be removed in a future release. "
-                "The flag has no effect \u2014 non-greedy sampling is now auto-detected per request."
-            )
+            warn_of_allow_advanced_sampling()
         return data
 
     @field_validator("draft_len_schedule")

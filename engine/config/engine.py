@@ -22,6 +22,8 @@ class EngineConfig:
     synthetic_acceptance_length: mean tokens a drafting row emits per step, drafts accepted by decree
         (`engine.sampling.synthetic`); for measurements, the output means nothing. None: verification decides.
     pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
+    enable_penalty:  requests may use penalties, whose counts take `capacity.penalty_workspace_bytes`.
+    enable_top_k, enable_top_p: the sampler has these filters.
     """
 
     model_dir: str
@@ -52,6 +54,9 @@ class EngineConfig:
     gate_threshold: float
     decode_programs: Literal["graphs", "repeated", "eager"] = "eager"
     synthetic_acceptance_length: float | None = None
+    enable_penalty: bool = False
+    enable_top_k: bool = True
+    enable_top_p: bool = True
     debug_checks: bool = False
     context_bucket: int = 64  # attention lengths are padded to its multiples, so that shapes repeat
 
@@ -59,6 +64,12 @@ class EngineConfig:
     def lookahead(self) -> int:
         """Slots past committed_len that the drafter's block may write (W), 0 without a drafter."""
         return self.drafter.block_size if self.drafter is not None else 0
+
+    @property
+    def max_upload_len(self) -> int:
+        """Numbers that the logits rules of one step's new slots may hold: at least those of one request, which are its
+        tokens, 1,024 biases with their ids, 1,024 allowed ids and 1,024 ids of bad words."""
+        return self.max_model_len + 4 * 1024
 
     @property
     def max_blocks_per_seq(self) -> int:

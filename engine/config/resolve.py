@@ -119,6 +119,7 @@ def resolve_engine_config(
     _check_token_budget(max_num_batched_tokens, max_num_seqs, choices[-1], schedule)
 
     gate_window, gate_threshold = _gate(speculative_config)
+    mode = AdvancedSamplingMode.FULL if speculative_config is None else speculative_config.advanced_sampling_mode
     config = EngineConfig(
         model_dir=str(model_dir),
         target=target,
@@ -148,6 +149,10 @@ def resolve_engine_config(
         gate_threshold=gate_threshold,
         decode_programs=_resolve_decode_programs(decode_programs, device, debug_checks),
         synthetic_acceptance_length=_check_synthetic(synthetic_acceptance_length, choices[-1]),
+        # As with TensorRT-LLM, the option is one of speculative decoding: plain decoding always has penalties.
+        enable_penalty=speculative_config is None or speculative_config.enable_penalty,
+        enable_top_k=mode not in (AdvancedSamplingMode.NO_TOPK, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
+        enable_top_p=mode not in (AdvancedSamplingMode.NO_TOPP, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
         debug_checks=debug_checks,
     )
     num_parameters = count_parameters(model_dir) + (count_parameters(drafter_dir) if drafter_dir else 0)
@@ -224,16 +229,6 @@ def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Mach
         raise ValueError(
             "speculative_config.use_rejection_sampling: not supported by this version; leave it false: sampled "
             "requests are verified by exact match, which keeps the target's distribution"
-        )
-    if config.advanced_sampling_mode is not AdvancedSamplingMode.FULL:
-        raise ValueError(
-            f"speculative_config.advanced_sampling_mode: {config.advanced_sampling_mode.value!r} is not supported by "
-            "this version; use 'full', which applies each request's top_k and top_p"
-        )
-    if config.enable_penalty:
-        raise ValueError(
-            "speculative_config.enable_penalty: not supported by this version; leave it false: requests with penalties "
-            "are refused"
         )
     if config.attention_backend == "TRTLLM":
         _refuse_trtllm(device, machine)

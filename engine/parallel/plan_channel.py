@@ -8,7 +8,8 @@ from engine.config.engine import EngineConfig
 from engine.parallel.plan_ring import PlanWriter
 from engine.step import StepPlan
 
-# A plan is dominated by its prefill tokens, at most 5 bytes each; the ring holds several of the longest.
+# A plan is dominated by its prefill tokens, at most 5 bytes each, and by the logits rules of its new slots, at most 9
+# bytes a number; the longest message is half of the ring.
 _BYTES_PER_TOKEN = 32
 _MIN_BYTES = 1 << 20
 
@@ -19,7 +20,7 @@ def plan_writer(name: str, config: EngineConfig) -> PlanWriter:
     Raises:
         FileExistsError: the name is in use.
     """
-    capacity = max(_MIN_BYTES, _BYTES_PER_TOKEN * config.max_num_batched_tokens)
+    capacity = max(_MIN_BYTES, _BYTES_PER_TOKEN * (config.max_num_batched_tokens + config.max_upload_len))
     return PlanWriter(name, num_readers=config.tensor_parallel_size - 1, capacity=capacity)
 
 

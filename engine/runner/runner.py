@@ -5,7 +5,7 @@ Guard rail: only what every model and every step needs belongs here. A feature t
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from engine.runner.recorder import GraphRecorder, Repeater
 from engine.runner.results import LogprobRows, ResultEntry, ResultRing, ResultRows, pack, row_results, unpack
 from engine.runner.slots import SlotState, SlotTraits
 from engine.runner.target_program import TargetProgram, TargetStep
+from engine.sampling.processors import LogitsStage
 from engine.step import PrefillChunk, RowResult, SlotInit, StepPlan, StepResult
 
 
@@ -86,6 +87,13 @@ class ModelRunner:
             builder=self._fixed_builder if fixed_shapes else self._builder,
             tp=tp,
         )
+        self._logits_stage = LogitsStage(
+            num_slots=config.max_num_seqs + 1,
+            vocab_size=target.vocab.size,
+            vocab_start=target.vocab_start,
+            enable_penalty=config.enable_penalty,
+            device=device,
+        )
         self._agreement = RankAgreement(tp, every_step=config.debug_checks)
         self._results = ResultRing(num_rows=config.max_num_seqs, num_columns=config.max_draft_len + 1, device=device)
         self._launched: deque[_Launched] = deque()
@@ -112,6 +120,7 @@ class ModelRunner:
         entry = self._results.take()
         if plan.zero_blocks:
             self.kv.zero_blocks(plan.zero_blocks)
+        self._logits_stage.assign(plan.new_slots)
         if self._decode_programs is None:
             self.state.apply(plan)
             rows = self._run_eagerly(plan, plan.decode_slots, plan.prefill, entry)
@@ -140,7 +149,7 @@ class ModelRunner:
         pair = programs.run_target(plan, entries, block_ids)
         inits = self.state.inits_of(plan.decode_slots)
         traits = self.state.traits_of(plan.decode_slots)
-        if traits & SlotTraits.LOGPROBS:
+        if traits & (SlotTraits.LOGPROBS | SlotTraits.RULES):
             output = pair.output(len(inits))
             return self._decide_and_draft(plan, output.step, output.decode, (), plan.draft_len, inits, entry)
         packed = programs.run_draft(pair, plan, traits)
@@ -174,16 +183,38 @@ class ModelRunner:
         """D, not recorded. verify_len: the width of T's decode rows."""
         num_decode = 0 if decode is None else decode.slots_R.shape[0]
         needs = SamplingNeeds.of(inits)
-        decision: Decision | None = self._draft_program.decide(step, decode, prefill, verify_len, needs)
+        drawn_from = self._with_rules(step, decode, prefill, inits)
+        decision: Decision | None = self._draft_program.decide(drawn_from, decode, prefill, verify_len, needs)
         self._draft_program.write_context(step, decision, num_decode, verify_len)
         if decision is None:
             return []
         assert step.logits_MV is not None
+        self._logits_stage.commit(decision.slots_S, decision.tokens_SE, decision.num_emitted_S, inits)
         self._draft_program.draft(decision.slots_S, plan.draft_len)
         # Here and not in `collect`: it may gather over the ranks, and collectives follow the launch order.
         logprobs = LogprobRows.of(decision, inits, step.logits_MV, num_decode, self.tp)
         self._agreement.check(plan.step_id, decision)
         return [_Rows(inits=inits, place=entry.put(pack(decision)), logprobs=logprobs)]
+
+    def _with_rules(
+        self,
+        step: TargetStep,
+        decode: DecodeBlock | None,
+        prefill: tuple[PrefillChunk, ...],
+        inits: tuple[SlotInit, ...],
+    ) -> TargetStep:
+        """The step with the logits that tokens are drawn from; the step itself where no request changes them."""
+        if not LogitsStage.is_needed(inits):
+            return step
+        assert step.logits_MV is not None
+        logits_MV = self._logits_stage.apply(
+            step.logits_MV,
+            block_slots_R=None if decode is None else decode.slots_R,
+            drafts_RK=None if decode is None else decode.drafts_RK,
+            end_slots=[chunk.slot for chunk in prefill if chunk.samples],
+            inits=inits,
+        )
+        return replace(step, logits_MV=logits_MV)
 
     def collect(self) -> StepResult:
         """Waits for the oldest launched step that was not collected, and reads it."""

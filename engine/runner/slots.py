@@ -24,6 +24,7 @@ class SlotTraits(enum.IntFlag):
     FILTERS = 2  # ... and top_k, top_p or min_p
     MASKS_STOPS = 4  # min_tokens
     LOGPROBS = 8
+    RULES = 16  # the target's logits are changed before the draw
 
     @classmethod
     def of(cls, init: SlotInit) -> "SlotTraits":
@@ -36,6 +37,8 @@ class SlotTraits(enum.IntFlag):
             traits |= cls.MASKS_STOPS
         if init.num_logprobs >= 0:
             traits |= cls.LOGPROBS
+        if init.rules is not None:
+            traits |= cls.RULES
         return traits
 
 

@@ -99,14 +99,19 @@ def top_p_threshold(sorted_NM: Tensor, floor_N: Tensor, top_p_N: Tensor, total_N
 
 
 def row_thresholds(
-    scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor, sorted_NM: Tensor
+    scaled_NV: Tensor, *, top_k_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor, sorted_NM: Tensor
 ) -> Tensor:
     """Threshold of all filters together, float32 [N]: a token stays iff its scaled logit is at least this.
 
-    `sorted_NM` is the descending head of every row, wide enough for its top_k, and the whole row where top_p is used
-    without top_k (`FilterFlags.sort_width`).
+    top_k_N, top_p_N: None where the deployment has no such filter; its work is skipped. `sorted_NM` is the descending
+    head of every row, wide enough for its top_k, and the whole row where top_p is used without top_k
+    (`FilterFlags.sort_width`).
     """
-    floor_N = torch.maximum(min_p_threshold(sorted_NM[:, 0], min_p_N), top_k_threshold(sorted_NM, top_k_N))
+    floor_N = min_p_threshold(sorted_NM[:, 0], min_p_N)
+    if top_k_N is not None:
+        floor_N = torch.maximum(floor_N, top_k_threshold(sorted_NM, top_k_N))
+    if top_p_N is None:
+        return floor_N
     # A kept token outside the head can only tie with the k-th: its mass is known without sorting further.
     outside_N = (scaled_NV >= floor_N[:, None]).sum(dim=1) - (sorted_NM >= floor_N[:, None]).sum(dim=1)
     weight_NM = _weights(sorted_NM, floor_N)

@@ -13,6 +13,7 @@ from engine.config.decoding import (
     DecodingBaseConfig,
     DFlashDecodingConfig,
     SpeculativeDecodingMode,
+    warn_of_allow_advanced_sampling,
 )
 
 DEFAULTS = {
@@ -147,10 +148,12 @@ def test_translated_max_concurrency_survives_validating_again() -> None:
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_deprecated_key_warns_whenever_present(value: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_deprecated_key_warns_once_in_a_process(value: bool, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_allow_advanced_sampling.cache_clear()
     with caplog.at_level(logging.WARNING):
         DFlashDecodingConfig(max_draft_len=4)
         assert not caplog.records
+        DFlashDecodingConfig(max_draft_len=4, allow_advanced_sampling=value)
         DFlashDecodingConfig(max_draft_len=4, allow_advanced_sampling=value)
     assert [record.getMessage() for record in caplog.records] == [
         "DecodingBaseConfig: 'allow_advanced_sampling' is deprecated and will be removed in a future release. The flag "

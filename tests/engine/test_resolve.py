@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from engine.config.capacity import penalty_workspace_bytes
 from engine.config.decoding import DFlashDecodingConfig
 from engine.config.draft_lengths import resolve_choices, rows_of_largest_step
 from engine.config.engine import EngineConfig
@@ -215,11 +216,6 @@ def test_bad_options(target: Path, drafter: Path, options: dict[str, Any], messa
         ({"load_format": "dummy"}, "speculative_config.load_format: must be one of auto, safetensors, got 'dummy'"),
         ({"use_rejection_sampling": True}, "speculative_config.use_rejection_sampling: not supported by this version"),
         (
-            {"advanced_sampling_mode": "no_topp"},
-            "speculative_config.advanced_sampling_mode: 'no_topp' is not supported",
-        ),
-        ({"enable_penalty": True}, "speculative_config.enable_penalty: not supported by this version"),
-        (
             {"attention_backend": "TRTLLM"},
             "speculative_config.attention_backend: DFlash TRTLLM attention backend is unavailable: requires SM100 or "
             "SM103, got device 'cpu'",
@@ -331,13 +327,46 @@ def test_overcommitted_memory_is_refused_with_the_arithmetic(target: Path) -> No
     block_bytes = 2 * 4 * 3 * 8 * 2 * 16
     small = Machine(cores=2, memory_bytes=1 << 20, accelerator=None)
     expected = (
-        f"num_blocks: weights 0.00 MiB + KV cache 1.17 MiB (200 blocks x {block_bytes} bytes) = 1.17 MiB, but this "
-        "machine has 1.00 MiB. Lower num_blocks, max_model_len or max_num_seqs"
+        f"num_blocks: weights 0.00 MiB + penalty counts 0.01 MiB + KV cache 1.17 MiB (200 blocks x {block_bytes} "
+        "bytes) = 1.18 MiB, but this machine has 1.00 MiB. Lower num_blocks, max_model_len or max_num_seqs"
     )
     with pytest.raises(ValueError, match=re.escape(expected)):
         resolve(target, num_blocks=200, machine=small)
     with pytest.raises(ValueError, match=r"KV cache 0\.78 MiB x 2 ranks"):
         resolve(target, num_blocks=200, machine=small, tensor_parallel_size=2)
+
+
+def test_penalties_are_part_of_the_budget_where_they_exist(target: Path, drafter: Path) -> None:
+    """Always without speculation; with it, where enable_penalty says so."""
+    config = resolve(target, max_num_seqs=3)
+    assert config.enable_penalty
+    assert penalty_workspace_bytes(config) == 4 * TARGET["vocab_size"] * 5
+    assert penalty_workspace_bytes(resolve(target, max_num_seqs=3, tensor_parallel_size=3)) == 4 * 66 * 5
+    assert penalty_workspace_bytes(resolve(target, spec(drafter))) == 0
+    asked = resolve(target, spec(drafter, enable_penalty=True), max_num_seqs=3)
+    assert penalty_workspace_bytes(asked) == penalty_workspace_bytes(config)
+    # On a GPU the counts come out of what the cache would take.
+    crowded = {"device": "cuda", "machine": H200, "max_num_seqs": 100_000_000, "max_num_batched_tokens": 1 << 30}
+    without = resolve(target, spec(drafter), **crowded)
+    with_counts = resolve(target, spec(drafter, enable_penalty=True), **crowded)
+    block_bytes = 2 * (4 + 2) * 3 * 8 * 2 * 16
+    assert without.num_blocks - with_counts.num_blocks == pytest.approx(100_000_001 * 64 * 5 / block_bytes, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "filters"),
+    [
+        ("full", (True, True)),
+        ("no_topk", (False, True)),
+        ("no_topp", (True, False)),
+        ("no_topk_no_topp", (False, False)),
+    ],
+)
+def test_advanced_sampling_mode_names_the_filters(
+    target: Path, drafter: Path, mode: str, filters: tuple[bool, bool]
+) -> None:
+    config = resolve(target, spec(drafter, advanced_sampling_mode=mode))
+    assert (config.enable_top_k, config.enable_top_p) == filters
 
 
 def test_default_cache_size_is_bounded_but_holds_one_request(tmp_path: Path) -> None:
