@@ -215,6 +215,7 @@ class EngineCore:
         assert len(result.rows) == num_decode + len(sampling), f"step {plan.step_id}: {len(result.rows)} results"
         counters = self._counters
         counters.num_steps += 1
+        self._read_prompt_scores(scheduled, result)
         for chunk in scheduled.prefill:
             counters.prefill_tokens += chunk.num_tokens
             if chunk.seq.state is SequenceState.RUNNING:
@@ -247,6 +248,22 @@ class EngineCore:
             if num_drafted:
                 rate = sum([accepted for _, accepted in outcomes]) / num_drafted
                 self._gate.record_acceptance_rate(rate, result.step_id)
+
+    def _read_prompt_scores(self, scheduled: ScheduledStep, result: StepResult) -> None:
+        """Log-probabilities of prompt tokens leave in deltas of their own, ahead of the request's first token."""
+        scored = [
+            row.seq for row, chunk in zip(scheduled.prefill, scheduled.plan.prefill, strict=True) if chunk.scored_next
+        ]
+        for seq, scores in zip(scored, result.prompt_scores, strict=True):
+            assert (scores.slot, scores.generation) == (seq.slot, seq.generation), f"not a result of {seq}"
+            if seq.state is SequenceState.RUNNING:
+                self._deltas.append(
+                    TokenDelta(
+                        request_id=seq.request_id,
+                        prompt_logprobs=scores.logprobs,
+                        num_cached_tokens=seq.num_cached_tokens,
+                    )
+                )
 
     def _read_row(self, seq: Sequence, row: RowResult, *, is_decode_step: bool) -> tuple[int, int] | None:
         """One row's tokens. Returns (drafted, accepted) as counted; None when the request has ended meanwhile."""

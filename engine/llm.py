@@ -186,7 +186,12 @@ class LLM:
         for index in range(params.n):
             self._num_requests += 1
             request_id = f"request-{self._num_requests}"
-            own = msgspec.structs.replace(params, n=1, seed=choice_seed(params.seed, index))
+            own = msgspec.structs.replace(
+                params,
+                n=1,
+                seed=choice_seed(params.seed, index),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            )
             request = EngineRequest(
                 request_id=request_id, prompt_token_ids=tuple(ids), params=own, bad_word_ids=bad_word_ids
             )
@@ -263,6 +268,7 @@ class _Job:
             prompt_token_ids=tuple(self._ids),
             outputs=[state.completion_output(index) for index, (_, state) in enumerate(self.sequences)],
             finished=True,
+            prompt_logprobs=None if first_state.prompt_logprobs is None else tuple(first_state.prompt_logprobs),
             metrics=RequestMetrics(
                 num_cached_tokens=first_state.num_cached_tokens,
                 time_to_first_token_s=min((t.first_token_s for t in own if t.first_token_s is not None), default=None),

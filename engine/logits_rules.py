@@ -6,6 +6,8 @@ from engine.config.engine import EngineConfig
 from engine.request import EngineRequest
 from engine.step import LogitsRules
 
+MAX_SCORES_PER_STEP = 1 << 20  # log-probabilities in one message to the front end, about 15 bytes each
+
 
 def check_request(request: EngineRequest, config: EngineConfig, stop_token_ids: Sequence[int]) -> None:
     """Refuses what this deployment does not have, and rules that could leave a position without any token.
@@ -18,7 +20,7 @@ def check_request(request: EngineRequest, config: EngineConfig, stop_token_ids: 
     params = request.params
     _check_deployment(request, config)
     if params.prompt_logprobs is not None:
-        raise ValueError("prompt_logprobs: not supported by this version; leave it out")
+        _check_prompt_logprobs(params.prompt_logprobs, config)
     vocab_size = config.target.vocab_size
     for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids)):
         _check_ids(name, ids or (), vocab_size)
@@ -58,6 +60,15 @@ def _check_deployment(request: EngineRequest, config: EngineConfig) -> None:
                 f"{name}: this deployment has no such filter; leave it out, or serve with "
                 "speculative_config.advanced_sampling_mode: full"
             )
+
+
+def _check_prompt_logprobs(num_alternatives: int, config: EngineConfig) -> None:
+    most = MAX_SCORES_PER_STEP // config.max_num_batched_tokens - 1
+    if num_alternatives > most:
+        raise ValueError(
+            f"prompt_logprobs: with max_num_batched_tokens = {config.max_num_batched_tokens} at most {most} "
+            f"alternatives are reported, got {num_alternatives}"
+        )
 
 
 def _check_ids(name: str, ids: Sequence[int] | dict[int, float], vocab_size: int) -> None:

@@ -41,6 +41,8 @@ class RequestState:
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        # Of the prompt's tokens so far; the first has no prediction.
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._sent_chars = 0
@@ -61,6 +63,8 @@ class RequestState:
         if self.finished:
             return OutputChunk()
         self.num_cached_tokens = delta.num_cached_tokens
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.extend(delta.prompt_logprobs or ())
         first_new = len(self.token_ids)
         stop_string = self._append_tokens(delta)
         num_kept = len(self.token_ids) - first_new

@@ -90,11 +90,15 @@ class RequestMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """The result of one prompt. prompt is None when token ids were given."""
+    """The result of one prompt. prompt is None when token ids were given.
+
+    prompt_logprobs: one entry per prompt token, the first of them None; None where not asked for.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -26,6 +26,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: None while it runs, else "stop" (stop_reason: the token id, or None for end-of-sequence), "length",
         "abort", or "error" (error: a message for the client).
     num_drafted / num_accepted: this step's drafts at risk (a cut block is at risk up to the cut) and those accepted.
+    prompt_logprobs: the next entries of the prompt's tokens from the second on, where asked for; complete before the
+        first delta with tokens.
     num_cached_tokens: prompt tokens that came from the prefix cache (same value in every delta).
     """
 
@@ -34,6 +36,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     is_decode_step: bool = False  # False for the token drawn by the prefill

@@ -277,7 +277,17 @@ class Scheduler:
             seq, start = row.seq, row.seq.launched_len
             self._kv.assert_writable(seq, start)
             token_ids = tuple(seq.token_ids[start : start + row.num_tokens])
-            chunks.append(PrefillChunk(slot=seq.slot, start=start, token_ids=token_ids, samples=row.samples))
+            scored_from, scored_next = seq.take_scores(row.num_tokens)
+            chunks.append(
+                PrefillChunk(
+                    slot=seq.slot,
+                    start=start,
+                    token_ids=token_ids,
+                    samples=row.samples,
+                    scored_from=scored_from,
+                    scored_next=scored_next,
+                )
+            )
             seq.launched_len += row.num_tokens
             seq.in_flight_verify_len = 0
             seq.num_in_flight += 1

@@ -31,6 +31,7 @@ class Sequence:
 
     prefill_len: tokens to prefill in this admission: the prompt, and after a preemption the emitted tokens as well.
     block_ids:   the block table; the first `num_sent_blocks` entries are on the device.
+    scored_len:  leading prompt positions whose next token's log-probability was asked of the device.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class Sequence:
         "request",
         "request_id",
         "root_key",
+        "scored_len",
         "seed",
         "slot",
         "state",
@@ -84,6 +86,7 @@ class Sequence:
         self.num_cached_tokens = -1  # unknown until the first admission
         self.num_in_flight = 0
         self.last_step_id = -1
+        self.scored_len = 0
         self.reset_progress()
 
     def reset_progress(self) -> None:
@@ -107,6 +110,27 @@ class Sequence:
     def is_surely_done(self) -> bool:
         """Every step in flight emits at least one token, and those reach max_len: another step could do nothing."""
         return len(self.token_ids) + self.num_in_flight >= self.max_len
+
+    @property
+    def max_hit_len(self) -> int:
+        """Tokens that a prefix hit may cover: never the last one, whose own forward the next token is drawn from, and
+        none whose row has to be scored."""
+        last = len(self.token_ids) - 1
+        wants_more = self.request.params.prompt_logprobs is not None and self.scored_len < self.prompt_len - 1
+        return min(last, self.scored_len) if wants_more else last
+
+    def take_scores(self, num_tokens: int) -> tuple[int, tuple[int, ...]]:
+        """(position of the first row, tokens to score) of the chunk of num_tokens from launched_len on.
+
+        Nothing is scored twice: a preemption happens when every launched step was read.
+        """
+        start = max(self.scored_len, self.launched_len)
+        end = min(self.launched_len + num_tokens, self.prompt_len - 1)
+        if self.request.params.prompt_logprobs is None or start >= end:
+            return 0, ()
+        assert start == self.scored_len, self
+        self.scored_len = end
+        return start, tuple(self.token_ids[start + 1 : end + 1])
 
     @property
     def upload_len(self) -> int:

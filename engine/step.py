@@ -80,12 +80,18 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """`token_ids` at positions start .. start+len-1 of a slot. samples: it ends the prompt, so a token is drawn."""
+    """`token_ids` at positions start .. start+len-1 of a slot. samples: it ends the prompt, so a token is drawn.
+
+    scored_next: the prompt tokens at positions scored_from + 1 on, whose log-probabilities are asked for; the rows that
+        predict them lie in this chunk.
+    """
 
     slot: int
     start: int
     token_ids: tuple[int, ...]
     samples: bool
+    scored_from: int = 0
+    scored_next: tuple[int, ...] = ()
 
 
 class BlockTableUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -146,12 +152,21 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
+class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Log-probabilities of a chunk's `scored_next`."""
+
+    slot: int
+    generation: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Rows in plan order: every decode slot, then every prefill chunk that samples.
 
-    duration_s: device time of the step.
+    duration_s: device time of the step. prompt_scores: one for each chunk that names tokens to score, in plan order.
     """
 
     step_id: int
     rows: tuple[RowResult, ...]
     duration_s: float
+    prompt_scores: tuple[PromptScores, ...] = ()

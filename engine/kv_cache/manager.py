@@ -30,13 +30,10 @@ class KvCacheManager:
         return -(-num_slots // self.block_size)
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """Resident blocks of the sequence's leading full blocks, never the block of its last token.
-
-        The last token's own forward is what the first new token is drawn from, so it is always recomputed.
-        """
+        """Resident blocks of the sequence's leading full blocks within its `max_hit_len`."""
         if not self.enable_prefix_caching:
             return []
-        num_blocks = (len(seq.token_ids) - 1) // self.block_size
+        num_blocks = seq.max_hit_len // self.block_size
         self._extend_keys(seq, num_blocks)
         return self.pool.match(seq.block_keys[:num_blocks])
 

@@ -19,6 +19,7 @@ from engine.runner.agreement import RankAgreement
 from engine.runner.batch import DecodeBlock, InputBuilder, decode_block
 from engine.runner.decode_programs import DecodePrograms
 from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
+from engine.runner.prompt_scores import ChunkScores, score_prompts
 from engine.runner.recorder import GraphRecorder, Repeater
 from engine.runner.results import LogprobRows, ResultEntry, ResultRing, ResultRows, pack, row_results, unpack
 from engine.runner.slots import SlotState, SlotTraits
@@ -41,11 +42,15 @@ class _Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launched:
-    """A step on the device. Everything a later step changes (slot state, block tables) is not in here."""
+    """A step on the device. Everything a later step changes (slot state, block tables) is not in here.
+
+    prompt_scores: of the prompt chunks that asked for them.
+    """
 
     plan: StepPlan
     entry: ResultEntry
     rows: list[_Rows]
+    prompt_scores: tuple[ChunkScores, ...]
 
 
 class ModelRunner:
@@ -74,6 +79,7 @@ class ModelRunner:
         self.kv = kv
         self.tp = tp
         self._device = device
+        self._target = target
         self._builder = InputBuilder(config, self.state, device)
         self._fixed_builder = InputBuilder(config, self.state, device, fixed_shapes=True)
         taps = config.drafter.target_layer_ids if config.drafter is not None else ()
@@ -123,13 +129,14 @@ class ModelRunner:
         self._logits_stage.assign(plan.new_slots)
         if self._decode_programs is None:
             self.state.apply(plan)
-            rows = self._run_eagerly(plan, plan.decode_slots, plan.prefill, entry)
+            rows, scores = self._run_eagerly(plan, plan.decode_slots, plan.prefill, entry)
         else:
-            rows = self._run_decode(plan, entry)
+            rows, scores = self._run_decode(plan, entry), ()
             if plan.prefill:
-                rows += self._run_eagerly(plan, (), plan.prefill, entry)
+                prompt_rows, scores = self._run_eagerly(plan, (), plan.prefill, entry)
+                rows += prompt_rows
         entry.clock.stop()
-        self._launched.append(_Launched(plan=plan, entry=entry, rows=rows))
+        self._launched.append(_Launched(plan=plan, entry=entry, rows=rows, prompt_scores=scores))
 
     def _run_decode(self, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
         """The decode rows, in recorded programs. Applies the plan's changes of state first."""
@@ -159,7 +166,7 @@ class ModelRunner:
 
     def _run_eagerly(
         self, plan: StepPlan, decode_slots: tuple[int, ...], prefill: tuple[PrefillChunk, ...], entry: ResultEntry
-    ) -> list[_Rows]:
+    ) -> tuple[list[_Rows], tuple[ChunkScores, ...]]:
         """These decode rows and prompt chunks in one forward of exactly their shape."""
         decode, verify_len = None, 0
         if decode_slots:
@@ -167,8 +174,17 @@ class ModelRunner:
             decode = decode_block(self.state, upload(decode_slots, self._device), verify_len)
         inits = self.state.inits_of((*decode_slots, *[chunk.slot for chunk in prefill if chunk.samples]))
         inputs = self._builder.target_inputs(decode, prefill)
-        step = self._target_program.run(inputs, len(decode_slots) * (verify_len + 1), prefill)
-        return self._decide_and_draft(plan, step, decode, prefill, verify_len, inits, entry)
+        num_decode_tokens = len(decode_slots) * (verify_len + 1)
+        step = self._target_program.run(inputs, num_decode_tokens, prefill)
+        rows = self._decide_and_draft(plan, step, decode, prefill, verify_len, inits, entry)
+        return rows, score_prompts(
+            step.hidden_NH,
+            prefill=prefill,
+            num_decode_tokens=num_decode_tokens,
+            init_of=self.state.init_of,
+            target=self._target,
+            tp=self.tp,
+        )
 
     def _decide_and_draft(
         self,
@@ -224,7 +240,12 @@ class ModelRunner:
         results: list[RowResult] = []
         for rows in done.rows:
             results += row_results(done.entry.read(rows.place), rows.inits, rows.logprobs)
-        return StepResult(step_id=done.plan.step_id, rows=tuple(results), duration_s=done.entry.clock.seconds())
+        return StepResult(
+            step_id=done.plan.step_id,
+            rows=tuple(results),
+            duration_s=done.entry.clock.seconds(),
+            prompt_scores=tuple([scores.message() for scores in done.prompt_scores]),
+        )
 
     def discard(self) -> None:
         """Forgets the oldest launched step without waiting for it: on ranks whose results nobody reads."""

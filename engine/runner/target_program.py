@@ -16,11 +16,13 @@ class TargetStep:
     """logits_MV: float32, this rank's vocabulary shard; M = R x (K+1) decode rows, then one row per sampling chunk.
 
     taps_NTH: outputs of the tapped layers for every row of the step, None without a drafter.
+    hidden_NH: every row after the final norm, kept only where a prompt chunk is to be scored.
     """
 
     inputs: ForwardInputs
     logits_MV: torch.Tensor | None
     taps_NTH: torch.Tensor | None
+    hidden_NH: torch.Tensor | None = None
 
 
 class TargetProgram:
@@ -40,7 +42,13 @@ class TargetProgram:
             logits_MV = self._model.logits(output.hidden_NH)
         elif rows_M:
             logits_MV = self._model.logits(output.hidden_NH[upload(rows_M, inputs.ids_N.device)])
-        return TargetStep(inputs=inputs, logits_MV=logits_MV, taps_NTH=output.taps_NTH)
+        is_scored = any(chunk.scored_next for chunk in prefill)
+        return TargetStep(
+            inputs=inputs,
+            logits_MV=logits_MV,
+            taps_NTH=output.taps_NTH,
+            hidden_NH=output.hidden_NH if is_scored else None,
+        )
 
 
 def _logit_rows(num_decode_tokens: int, prefill: tuple[PrefillChunk, ...]) -> list[int] | None:
