@@ -88,7 +88,11 @@ class ModelServer:
             ),
             admission=self._admission,
             observer=self._metrics,
-            defaults=SamplingDefaults.from_model_dir(self._engine.model_dir),
+            defaults=SamplingDefaults.from_model_dir(self._engine.model_dir).within(
+                has_penalty=self._engine.has_penalty,
+                has_top_k=self._engine.has_top_k,
+                has_top_p=self._engine.has_top_p,
+            ),
         )
         return create_app(
             service,

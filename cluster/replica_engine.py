@@ -69,6 +69,7 @@ class ReplicaEngine:
     """A started engine. model_dir: where the checkpoint's generation_config.json would be.
 
     control: None for an engine whose draft length cannot be controlled.
+    has_penalty, has_top_k, has_top_p: what requests may ask of sampling in this deployment.
     """
 
     group: EngineOwner
@@ -79,6 +80,9 @@ class ReplicaEngine:
     max_draft_len: int
     static_schedule: dict[int, int]
     control: ControlFacts | None = None
+    has_penalty: bool = True
+    has_top_k: bool = True
+    has_top_p: bool = True
 
 
 EngineStarter = Callable[[ClusterConfig], Awaitable[ReplicaEngine]]
@@ -113,6 +117,9 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         control=ControlFacts(
             rank0=group.rank0, accelerator=_accelerator(engine_config), draft_lens=engine_config.draft_len_choices
         ),
+        has_penalty=engine_config.enable_penalty,
+        has_top_k=engine_config.enable_top_k,
+        has_top_p=engine_config.enable_top_p,
     )
 
 

@@ -9,8 +9,10 @@ MAX_BAD_WORD_TOKENS = 1024  # of all words together: every step compares the end
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """The words as they are written at the start of a text and, where that is as many tokens with another first one,
-    after a space (vLLM's reading). A word that tokenises differently inside other text is not recognised there.
+    """The words as they are written at the start of a text and after a space.
+
+    vLLM bans the second form only if it has as many tokens as the first; here both are always banned. A word that is
+    tokenised differently inside other text is not recognised there.
 
     Raises:
         ValueError: starts with bad_words; a word without tokens, or too many tokens in all.
@@ -18,13 +20,13 @@ def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tupl
     sequences: list[tuple[int, ...]] = []
     for word in words:
         text = word.lstrip()
-        plain = tokenizer.encode(text, add_special_tokens=False)
+        plain = tuple(tokenizer.encode(text, add_special_tokens=False))
         if not plain:
             raise ValueError(f"bad_words: {word!r} has no tokens; remove it")
-        spaced = tokenizer.encode(" " + text, add_special_tokens=False)
-        sequences.append(tuple(plain))
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            sequences.append(tuple(spaced))
+        spaced = tuple(tokenizer.encode(" " + text, add_special_tokens=False))
+        sequences.append(plain)
+        if spaced[-len(plain) :] != plain:  # else every output that ends with it ends with the first form as well
+            sequences.append(spaced)
     unique = tuple(dict.fromkeys(sequences))
     assert len(unique) <= 2 * MAX_BAD_WORDS, "SamplingParams bounds the words"
     num_tokens = sum(len(sequence) for sequence in unique)

@@ -33,21 +33,13 @@ def _one_of(*neutral: Any) -> Callable[[Any], bool]:
 
 _TOOLS = "this server does not support tool calls; leave it out"
 _CONSTRAINED = "this server does not support constrained output; leave it out"
-_PENALTY = "this server does not apply penalties; leave it out or send its neutral value"
 
 # field -> (values that ask for nothing, what the client is told). Chat and completions share the table.
 _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "frequency_penalty": (_one_of(0), _PENALTY),
-    "presence_penalty": (_one_of(0), _PENALTY),
-    "repetition_penalty": (_one_of(1), _PENALTY),
     "length_penalty": (_one_of(1), "this server does not support beam search; leave it out"),
     "use_beam_search": (_one_of(False), "this server does not support beam search; leave it out"),
     "best_of": (_is_null, "this server does not sample candidates to choose from; use n"),
-    "logit_bias": (_one_of({}), "this server does not apply logit biases; leave it out"),
     "logits_processors": (_one_of([]), "this server does not run logits processors; leave it out"),
-    "bad_words": (_one_of([]), "this server does not ban words; leave it out"),
-    "allowed_token_ids": (_is_null, "this server does not restrict the vocabulary; leave it out"),
-    "prompt_logprobs": (_is_null, "this server does not compute log-probabilities of the prompt; leave it out"),
     "logprob_token_ids": (_is_null, "this server reports the most likely tokens only; use top_logprobs"),
     "tools": (_is_null, _TOOLS),
     "tool_choice": (_one_of("none"), _TOOLS),

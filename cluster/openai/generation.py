@@ -124,7 +124,7 @@ class Generation:
 
     async def _single(self, choice: Choice) -> AsyncGenerator[ChoiceUpdate, None]:
         """Updates of one choice, straight from the engine's deltas."""
-        if choice.echo_only:
+        if not choice.needs_engine:
             yield choice.finish_empty()
             return
         request_id = choice.request.request_id
@@ -141,9 +141,15 @@ class Generation:
                     if delta.error is not None:  # written for the client (see TokenDelta)
                         raise internal_error(f"The engine could not finish the request: {delta.error}.")
                     raise internal_error()
+                if delta.prompt_logprobs is not None:
+                    choice.take_prompt_logprobs(delta)
+                    continue
                 if choice.first_token_at is None:
                     choice.first_token_at = time.monotonic()
-                update, must_abort = choice.update(delta)
+                if choice.echo_only:
+                    update, must_abort = choice.finish_empty(), delta.finish_reason is None
+                else:
+                    update, must_abort = choice.update(delta)
                 if must_abort:
                     self._engine.abort(request_id)
                     self._in_engine.discard(request_id)

@@ -42,11 +42,11 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """`logprobs` of a completion choice; the lists run in parallel."""
+    """`logprobs` of a completion choice; the lists run in parallel. None: the first token of an echoed prompt."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -151,11 +151,11 @@ def chat_logprobs(entries: Sequence[Entry], num_top: int, token_bytes: Callable[
         content=[
             ChatLogprob(
                 token=entry.text,
-                logprob=_finite(entry.logprobs.logprob),
+                logprob=finite(entry.logprobs.logprob),
                 bytes=list(entry.raw),
                 top_logprobs=[
                     TopLogprob(token=raw.decode(errors="replace"), logprob=logprob, bytes=list(raw))
-                    for raw, logprob in _alternatives(entry, num_top, token_bytes)
+                    for raw, logprob in _alternatives(entry.logprobs, num_top, token_bytes)
                 ],
             )
             for entry in entries
@@ -166,23 +166,22 @@ def chat_logprobs(entries: Sequence[Entry], num_top: int, token_bytes: Callable[
 def completion_logprobs(
     entries: Sequence[Entry], num_top: int, token_bytes: Callable[[int], bytes], *, offset: int
 ) -> CompletionLogprobs:
-    """The completions form; offset: characters of the prompt in front of the text (with echo).
-
-    The alternatives of a token include the token itself, so there may be num_top + 1 of them.
-    """
-    tops: list[dict[str, float]] = []
-    for entry in entries:
-        top: dict[str, float] = {}
-        for raw, logprob in _alternatives(entry, num_top, token_bytes):
-            top.setdefault(raw.decode(errors="replace"), logprob)
-        top.setdefault(token_bytes(entry.logprobs.token_id).decode(errors="replace"), _finite(entry.logprobs.logprob))
-        tops.append(top)
+    """The completions form; offset: characters of the prompt in front of the text (with echo)."""
     return CompletionLogprobs(
         tokens=[entry.text for entry in entries],
-        token_logprobs=[_finite(entry.logprobs.logprob) for entry in entries],
-        top_logprobs=tops,
+        token_logprobs=[finite(entry.logprobs.logprob) for entry in entries],
+        top_logprobs=[top_by_text(entry.logprobs, num_top, token_bytes) for entry in entries],
         text_offset=[offset + entry.start for entry in entries],
     )
+
+
+def top_by_text(entry: TokenLogprobs, num_top: int, token_bytes: Callable[[int], bytes]) -> dict[str, float]:
+    """The alternatives of a token by their text, itself included: there may be num_top + 1 of them."""
+    top: dict[str, float] = {}
+    for raw, logprob in _alternatives(entry, num_top, token_bytes):
+        top.setdefault(raw.decode(errors="replace"), logprob)
+    top.setdefault(token_bytes(entry.token_id).decode(errors="replace"), finite(entry.logprob))
+    return top
 
 
 def merge_logprobs(parts: Sequence[Any]) -> Any:
@@ -200,10 +199,11 @@ def merge_logprobs(parts: Sequence[Any]) -> Any:
     )
 
 
-def _alternatives(entry: Entry, num_top: int, token_bytes: Callable[[int], bytes]) -> list[tuple[bytes, float]]:
-    pairs = zip(entry.logprobs.top_ids[:num_top], entry.logprobs.top_logprobs[:num_top], strict=True)
-    return [(token_bytes(token_id), _finite(logprob)) for token_id, logprob in pairs]
+def _alternatives(entry: TokenLogprobs, num_top: int, token_bytes: Callable[[int], bytes]) -> list[tuple[bytes, float]]:
+    pairs = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+    return [(token_bytes(token_id), finite(logprob)) for token_id, logprob in pairs]
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """The log-probability as JSON can say it."""
     return max(logprob, MIN_LOGPROB)

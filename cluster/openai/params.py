@@ -1,6 +1,7 @@
 """From request fields to `SamplingParams`: defaults, the token budget, seeds of the choices."""
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import msgspec
 from cluster.openai.errors import ApiError, from_value_error, invalid
 from cluster.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from engine.sampling_params import SamplingParams, choice_seed
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _FIELDS = tuple(SamplingParams.__struct_fields__)
@@ -26,6 +29,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def from_model_dir(cls, model_dir: str) -> "SamplingDefaults":
@@ -43,19 +47,37 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(data, dict):
             raise ValueError(f"{path} must hold a JSON object")
-        values: dict[str, Any] = {
-            name: data[name] for name in ("temperature", "top_p", "top_k", "min_p") if data.get(name) is not None
-        }
+        values: dict[str, Any] = {name: data[name] for name in cls.__struct_fields__ if data.get(name) is not None}
         for name, low, high in (
             ("temperature", 0, math.inf),
             ("top_p", 0, 1),
             ("top_k", -1, math.inf),
             ("min_p", 0, 1),
+            ("repetition_penalty", 0.01, math.inf),
         ):
             value = values.get(name, low)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ValueError(f"{path}: {name} must be a number between {low} and {high}, got {value!r}")
         return cls(**values)
+
+    def within(self, *, has_penalty: bool, has_top_k: bool, has_top_p: bool) -> "SamplingDefaults":
+        """The defaults that a deployment with these options can apply; a warning names each of the others."""
+        off = SamplingDefaults()
+        kept = self
+        for name, exists, option in (
+            ("repetition_penalty", has_penalty, "enable_penalty"),
+            ("top_k", has_top_k, "advanced_sampling_mode"),
+            ("top_p", has_top_p, "advanced_sampling_mode"),
+        ):
+            if not exists and getattr(self, name) != getattr(off, name):
+                logger.warning(
+                    "The checkpoint's default %s=%s is not applied, as speculative_config.%s leaves it out.",
+                    name,
+                    getattr(self, name),
+                    option,
+                )
+                kept = msgspec.structs.replace(kept, **{name: getattr(off, name)})
+        return kept
 
 
 def completion_budget(
@@ -115,7 +137,13 @@ def text_budget(request: CompletionRequest, num_prompt_tokens: int, max_model_le
 
 
 def sampling_params(
-    request: GenerationRequest, *, defaults: SamplingDefaults, max_tokens: int, num_logprobs: int | None, choice: int
+    request: GenerationRequest,
+    *,
+    defaults: SamplingDefaults,
+    max_tokens: int,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
+    choice: int,
 ) -> SamplingParams:
     """The engine's parameters of choice `choice` (0-based): seed + choice, wrapped to 64 bits.
 
@@ -141,6 +169,13 @@ def sampling_params(
             min_tokens=given(request.min_tokens, 0),
             ignore_eos=given(request.ignore_eos, False),
             logprobs=num_logprobs,
+            prompt_logprobs=num_prompt_logprobs,
+            presence_penalty=given(request.presence_penalty, 0.0),
+            frequency_penalty=given(request.frequency_penalty, 0.0),
+            repetition_penalty=float(given(request.repetition_penalty, defaults.repetition_penalty)),
+            logit_bias=request.logit_bias,
+            bad_words=None if request.bad_words is None else tuple(request.bad_words),
+            allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
             skip_special_tokens=given(request.skip_special_tokens, True),
             include_stop_str_in_output=given(request.include_stop_str_in_output, False),
         )

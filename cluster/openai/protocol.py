@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 
 from cluster.openai.errors import RULE_ERROR
+from engine.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_BIAS, MAX_LOGIT_BIASES
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 4
@@ -20,6 +21,7 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -57,6 +59,13 @@ class GenerationRequest(Body):
     stop: list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -79,6 +88,40 @@ class GenerationRequest(Body):
         if "" in strings:
             raise ValueError("an empty stop string would end every completion at once")
         return strings
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _bias_by_id(cls, value: Any) -> Any:
+        """JSON's keys are strings; here they are token ids."""
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ValueError("must be an object of token ids and numbers")
+        if len(value) > MAX_LOGIT_BIASES:
+            raise ValueError(f"at most {MAX_LOGIT_BIASES} biases are allowed")
+        biases: dict[int, float] = {}
+        for key, bias in value.items():
+            if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+                raise ValueError("every key must be a token id")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise ValueError(f"every bias must be a number between {-MAX_BIAS:g} and {MAX_BIAS:g}")
+            if int(key) in biases:
+                raise ValueError("every token id may appear once")
+            biases[int(key)] = float(bias)
+        return biases
+
+    @field_validator("bad_words")
+    @classmethod
+    def _words_are_not_blank(cls, value: list[str] | None) -> list[str] | None:
+        if any(not word.strip() for word in value or ()):
+            raise ValueError("a blank word would ban spaces everywhere; remove it")
+        return value
+
+    @model_validator(mode="after")
+    def _whole_prompt_logprobs(self) -> "GenerationRequest":
+        if self.prompt_logprobs is not None and self.stream:
+            raise _broken_rule("prompt_logprobs", "not available with stream: true")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationRequest":
@@ -199,10 +242,6 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _rules(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise _broken_rule(
-                "logprobs", "with echo: true the prompt would need log-probabilities, which are not supported"
-            )
         if self.max_tokens == 0 and not self.echo:
             raise _broken_rule("max_tokens", "must be at least 1 (0 is for echo: true)")
         return self

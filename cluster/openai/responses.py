@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.openai.choice import Choice, ChoiceUpdate
+from cluster.openai.choice import Choice, ChoiceUpdate, FormatPrompt
 from cluster.openai.errors import ApiError
 from cluster.openai.generation import Generation, as_api_error
 from cluster.openai.logprobs import merge_logprobs
@@ -16,6 +16,7 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
     """How a response is to look.
 
     echoes: text put in front of each choice (completions with echo), by choice index; empty for none.
+    format_prompt: the form of `prompt_logprobs`; None if the client did not ask for them.
     """
 
     response_id: str
@@ -26,6 +27,7 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     return_token_ids: bool
     echoes: tuple[str, ...] = ()
+    format_prompt: FormatPrompt | None = None
 
     def echo(self, index: int) -> str:
         """Text in front of choice `index`."""
@@ -47,6 +49,8 @@ def response_body(generation: Generation, form: ResponseForm) -> bytes:
         body["metrics"] = metrics
     if form.return_token_ids and form.chat:
         body["prompt_token_ids"] = generation.choices[0].request.prompt_token_ids
+    if form.format_prompt is not None and form.chat:
+        body["prompt_logprobs"] = form.format_prompt(generation.choices[0].state.prompt_logprobs or ())
     return msgspec.json.encode(body)
 
 
@@ -63,6 +67,8 @@ def _choice_body(choice: Choice, form: ResponseForm) -> dict[str, Any]:
         body["token_ids"] = choice.state.token_ids
         if not form.chat:
             body["prompt_token_ids"] = choice.request.prompt_token_ids
+    if form.format_prompt is not None and not form.chat:
+        body["prompt_logprobs"] = form.format_prompt(choice.state.prompt_logprobs or ())
     return body
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 from cluster.admission import Admission
-from cluster.openai.choice import Choice, FormatLogprobs
+from cluster.openai.choice import Choice, FormatLogprobs, FormatPrompt
 from cluster.openai.errors import invalid, model_not_found
 from cluster.openai.fields import UnmodelledFields
 from cluster.openai.generation import Engine, Generation, GenerationObserver
 from cluster.openai.logprobs import Entry, LogprobTracker, chat_logprobs, completion_logprobs
 from cluster.openai.params import SamplingDefaults, chat_budget, sampling_params, text_budget
+from cluster.openai.prompt_logprobs import EchoedPrompt, prompt_logprobs_body
 from cluster.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -22,7 +23,14 @@ from cluster.openai.protocol import (
     TokenizeRequest,
 )
 from cluster.openai.responses import ResponseForm
-from cluster.openai.tokenization import check_token_ids, encode_messages, encode_prompt, off_loop, special_token_ids
+from cluster.openai.tokenization import (
+    check_token_ids,
+    encode_bad_words,
+    encode_messages,
+    encode_prompt,
+    off_loop,
+    special_token_ids,
+)
 from engine.detokenizer import Detokenizer
 from engine.output_processor import RequestState
 from engine.request import EngineRequest
@@ -111,6 +119,7 @@ class OpenAIService:
             budgets=[budget],
             echoes=(),
             num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            bad_word_ids=await encode_bad_words(self._tokenizer, request.bad_words),
             arrived=arrived,
         )
 
@@ -138,6 +147,7 @@ class OpenAIService:
             budgets=[text_budget(request, len(prompt), self.model.max_model_len) for prompt in prompts],
             echoes=tuple(text for text in texts for _ in range(request.num_choices)),
             num_logprobs=request.logprobs,
+            bad_word_ids=await encode_bad_words(self._tokenizer, request.bad_words),
             arrived=arrived,
         )
 
@@ -182,7 +192,8 @@ class OpenAIService:
         """What can be said before anything is tokenised or made once per choice."""
         self._check_model(request.model)
         self._fields.check(request.model_extra, num_choices=request.num_choices)
-        check_token_ids("stop_token_ids", request.stop_token_ids or (), self.model.vocab_size)
+        for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            check_token_ids(field, getattr(request, field) or (), self.model.vocab_size)
         self.admission.check_available()
         self.admission.check_fits(num_prompts * request.num_choices, param=_size_param(num_prompts))
 
@@ -198,6 +209,7 @@ class OpenAIService:
         budgets: Sequence[int],
         echoes: tuple[str, ...],
         num_logprobs: int | None,
+        bad_word_ids: tuple[tuple[int, ...], ...],
         arrived: float,
     ) -> PendingGeneration:
         is_chat = isinstance(request, ChatCompletionRequest)
@@ -212,6 +224,7 @@ class OpenAIService:
             continuous_usage=request.continuous_usage,
             return_token_ids=bool(request.return_token_ids),
             echoes=echoes,
+            format_prompt=self._prompt_format(request.prompt_logprobs),
         )
         # Every parameter is checked here, before a place is taken.
         choices = [
@@ -223,7 +236,8 @@ class OpenAIService:
                 budget=budget,
                 sample=sample,
                 num_logprobs=num_logprobs,
-                echo=echoes[prompt_index * request.num_choices] if echoes else "",
+                bad_word_ids=bad_word_ids,
+                echo=echoes[prompt_index * request.num_choices] if echoes else None,
             )
             for prompt_index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
             for sample in range(request.num_choices)
@@ -247,21 +261,28 @@ class OpenAIService:
         budget: int,
         sample: int,
         num_logprobs: int | None,
-        echo: str,
+        bad_word_ids: tuple[tuple[int, ...], ...],
+        echo: str | None,
     ) -> Choice:
         echo_only = budget == 0
         params = sampling_params(
             request,
             defaults=self._defaults,
-            max_tokens=max(budget, 1),  # an echo_only request never reaches the engine
+            max_tokens=max(budget, 1),  # of an echo_only request nothing is kept
             num_logprobs=num_logprobs,
+            num_prompt_logprobs=_num_prompt_logprobs(request, num_logprobs, echo=echo, sample=sample),
             choice=sample,
         )
         engine_request = EngineRequest(
-            request_id=engine_id, prompt_token_ids=prompt, params=params, cache_salt=request.cache_salt
+            request_id=engine_id,
+            prompt_token_ids=prompt,
+            params=params,
+            cache_salt=request.cache_salt,
+            bad_word_ids=bad_word_ids,
         )
         tracker: LogprobTracker | None = None
         format_logprobs: FormatLogprobs | None = None
+        format_echo: FormatPrompt | None = None
         if num_logprobs is not None:
             is_chat = isinstance(request, ChatCompletionRequest)
             skips = params.skip_special_tokens
@@ -271,7 +292,9 @@ class OpenAIService:
                 skipped_ids=self._special_ids if skips else frozenset(),
                 keep_control=not is_chat,
             )
-            format_logprobs = self._logprob_format(is_chat, num_logprobs, len(echo))
+            format_logprobs = self._logprob_format(is_chat, num_logprobs, len(echo or ""))
+            if echo is not None:
+                format_echo = self._echo_format(prompt, echo, num_logprobs)
         return Choice(
             index=index,
             request=engine_request,
@@ -280,6 +303,7 @@ class OpenAIService:
             echo_only=echo_only,
             tracker=tracker,
             format_logprobs=format_logprobs,
+            format_echo=format_echo,
         )
 
     def _logprob_format(self, is_chat: bool, num_top: int, offset: int) -> FormatLogprobs:
@@ -292,6 +316,26 @@ class OpenAIService:
             return completion_logprobs(entries, num_top, token_bytes, offset=offset)
 
         return format_chat if is_chat else format_completion
+
+    def _prompt_format(self, num_top: int | None) -> FormatPrompt | None:
+        if num_top is None:
+            return None
+        token_bytes = self._tokenizer.token_bytes
+        return lambda entries: prompt_logprobs_body(entries, num_top, token_bytes)
+
+    def _echo_format(self, prompt: Sequence[int], text: str, num_top: int) -> FormatPrompt:
+        return lambda entries: EchoedPrompt(self._tokenizer, prompt, text).logprobs(entries, num_top)
+
+
+def _num_prompt_logprobs(
+    request: GenerationRequest, num_logprobs: int | None, *, echo: str | None, sample: int
+) -> int | None:
+    """Alternatives that the engine reports for the prompt's tokens, enough for everything the response says of them."""
+    wanted = [] if echo is None or num_logprobs is None else [num_logprobs]
+    # A chat response has them once, whatever n is.
+    if request.prompt_logprobs is not None and (sample == 0 or not isinstance(request, ChatCompletionRequest)):
+        wanted.append(request.prompt_logprobs)
+    return max(wanted, default=None)
 
 
 def _size_param(num_prompts: int) -> str:

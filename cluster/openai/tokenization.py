@@ -1,11 +1,12 @@
 """What the API needs of a tokenizer, and the API's own rules around it."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cluster.openai.errors import clip, from_value_error, invalid
 from cluster.openai.protocol import ChatMessage
+from engine.bad_words import bad_word_token_ids
 from engine.tokenizer import Tokenizer
 
 # Above this many characters a text is encoded in a thread, so that other streams are not held up.
@@ -64,7 +65,24 @@ async def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens
     return await off_loop(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
 
 
-def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+async def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that the output may not contain.
+
+    Raises:
+        ApiError: 400, a word without tokens or too many tokens.
+    """
+    if not words:
+        return ()
+    try:
+        sequences: tuple[tuple[int, ...], ...] = await off_loop(
+            sum(len(word) for word in words), lambda: bad_word_token_ids(tokenizer, words)
+        )
+    except ValueError as error:
+        raise from_value_error(error, ("bad_words",)) from error
+    return sequences
+
+
+def check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raises ApiError (400) unless all ids are in the vocabulary."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:

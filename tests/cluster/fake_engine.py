@@ -99,6 +99,8 @@ class FakeEngine:
         ids = ids[:limit]
         sizes = self.step_sizes(request)
         step = 0
+        for part in self._prompt_logprobs(request):
+            yield TokenDelta(request_id=request.request_id, prompt_logprobs=part)
         while ids:
             while self.gate is not None and not self.gate.is_set():
                 await asyncio.sleep(0.002)
@@ -115,7 +117,7 @@ class FakeEngine:
                 request_id=request.request_id,
                 token_ids=tuple(block),
                 finish_reason=None if ids else reason,
-                logprobs=tuple(self._logprobs(request, token) for token in block)
+                logprobs=tuple(_logprobs_of(token, request.params.logprobs) for token in block)
                 if request.params.logprobs is not None
                 else None,
                 num_drafted=0 if step == 0 else MAX_DRAFT_LEN,
@@ -135,16 +137,12 @@ class FakeEngine:
         if self.ended is not None:
             raise self.ended
 
-    def _logprobs(self, request: EngineRequest, token: int) -> TokenLogprobs:
-        count = request.params.logprobs or 0
-        others = [5 + index for index in range(count)]
-        return TokenLogprobs(
-            token_id=token,
-            logprob=-0.25,
-            rank=1,
-            top_ids=tuple([token, *others][:count]),
-            top_logprobs=tuple([-0.25, *[-1.0 - index for index in range(count)]][:count]),
-        )
+    def _prompt_logprobs(self, request: EngineRequest) -> Iterator[tuple[TokenLogprobs, ...]]:
+        """Those of the prompt's tokens from the second on, at most four at a time."""
+        count, ids = request.params.prompt_logprobs, request.prompt_token_ids[1:]
+        if count is not None:
+            for start in range(0, len(ids), 4):
+                yield tuple(_logprobs_of(token, count) for token in ids[start : start + 4])
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -186,6 +184,17 @@ class FakeEngine:
             raise EngineDeadError("rank 0 exited with code 9")
 
 
+def _logprobs_of(token: int, count: int) -> TokenLogprobs:
+    others = [5 + index for index in range(count)]
+    return TokenLogprobs(
+        token_id=token,
+        logprob=-0.25,
+        rank=1,
+        top_ids=tuple([token, *others][:count]),
+        top_logprobs=tuple([-0.25, *[-1.0 - index for index in range(count)]][:count]),
+    )
+
+
 def _random_sizes(request: EngineRequest) -> Iterator[int]:
     generator = random.Random(len(request.prompt_token_ids))
     while True:
@@ -193,10 +202,12 @@ def _random_sizes(request: EngineRequest) -> Iterator[int]:
 
 
 class ApiServer:
-    """The app under uvicorn in a thread, with the parts a test turns."""
+    """The app under uvicorn in a thread, with the parts a test turns. engine: a scripted one unless given."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_num_seqs: int = 4, queue_limit: int = 60) -> None:
-        self.engine = FakeEngine(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_num_seqs: int = 4, queue_limit: int = 60, engine: Any = None
+    ) -> None:
+        self.engine = FakeEngine(tokenizer) if engine is None else engine
         self.tokenizer = tokenizer
         self.admission = Admission(max_num_seqs=max_num_seqs, queue_limit=queue_limit)
         self.admission.state = ReplicaState.READY

@@ -192,10 +192,20 @@ def test_sampling_parameters_reach_the_engine(server: ApiServer):
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
             "cache_salt": "tenant",
+            "repetition_penalty": 1.2,
+            "bad_words": ["fox", " jumps"],
+            "allowed_token_ids": [8, 7, 7],
         },
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={"9": -100, "10": 2.5},
     )
     [request] = server.engine.requests
     params = request.params
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, 0.5, -1.0)
+    assert (params.logit_bias, params.allowed_token_ids) == ({9: -100.0, 10: 2.5}, (8, 7, 7))
+    words = {server.tokenizer.decode(list(ids)) for ids in request.bad_word_ids}
+    assert words == {"fox", " fox", "jumps", " jumps"}
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.0, 0.5, 9, 0.1, 7)
     assert (params.min_tokens, params.ignore_eos, params.stop_token_ids) == (2, True, (5,))
     assert (params.skip_special_tokens, params.include_stop_str_in_output) == (False, True)

@@ -73,6 +73,59 @@ def test_echo_alone_needs_no_engine(server: ApiServer, stream: bool):
     assert server.engine.requests == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_with_logprobs(server: ApiServer, stream: bool, max_tokens: int):
+    """The prompt's tokens come first, without a prediction for the first one; all tokens together are the text."""
+    prompt = "the d\u00f6g " + EOS
+    ids = server.tokenizer.encode(prompt, add_special_tokens=False)
+    for form in (prompt, ids):
+        reply = server.client(strict=False).completions.create(
+            model=MODEL, prompt=form, n=2, echo=True, logprobs=2, max_tokens=max_tokens, stream=stream
+        )
+        chunks = list(reply) if stream else [reply]
+        for index in range(2):
+            choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+            parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
+            text = "".join(choice.text for choice in choices)
+            tokens = [token for part in parts for token in part.tokens]
+            values = [value for part in parts for value in part.token_logprobs]
+            offsets = [offset for part in parts for offset in part.text_offset]
+            tops = [top for part in parts for top in part.top_logprobs]
+            assert text.startswith(prompt)
+            assert "".join(tokens) == text
+            assert len(tokens) == len(values) == len(tops) == len(offsets) == len(ids) + max_tokens
+            assert (values[0], tops[0]) == (None, None)
+            assert set(values[1:]) == {-0.25}
+            assert all(len(top) in (2, 3) for top in tops[1:])
+            assert all(text[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True))
+        if not stream:
+            assert reply.usage.completion_tokens == 2 * max_tokens
+
+
+def test_prompt_logprobs(server: ApiServer):
+    """vLLM's form: per choice in completions, once in chat, null when not asked for."""
+    ids = server.tokenizer.encode("the dog", add_special_tokens=True)
+    extra = {"prompt_logprobs": 2}
+    reply = server.client().completions.create(model=MODEL, prompt=["the dog", "a"], n=2, extra_body=extra)
+    for choice in reply.choices[:2]:
+        entries = choice.model_extra["prompt_logprobs"]
+        assert len(entries) == len(ids)
+        assert entries[0] is None
+        for token_id, entry in zip(ids[1:], entries[1:], strict=True):
+            assert set(entry) == {str(token_id), "5"}
+            own = {"logprob": -0.25, "rank": 1, "decoded_token": server.tokenizer.decode([token_id])}
+            assert entry[str(token_id)] == own
+    messages = [{"role": "user", "content": "hi"}]
+    reply = server.client().chat.completions.create(model=MODEL, messages=messages, n=2, extra_body=extra)
+    chat_requests = [r for r in server.engine.requests if r.request_id.startswith("chatcmpl")]
+    assert len(reply.model_extra["prompt_logprobs"]) == len(chat_requests[0].prompt_token_ids)
+    by_choice = sorted(chat_requests, key=lambda request: request.request_id)
+    assert [request.params.prompt_logprobs for request in by_choice] == [2, None]
+    reply = server.client().chat.completions.create(model=MODEL, messages=messages)
+    assert reply.model_extra.get("prompt_logprobs") is None
+
+
 def test_stream(server: ApiServer):
     server.engine.step_sizes = fixed_sizes(2)
     chunks = list(
@@ -178,11 +231,18 @@ def test_metrics_of_a_dead_engine_are_unavailable(server: ApiServer):
     assert "rank" not in reply.text
 
 
-def test_sampling_defaults_of_a_checkpoint(tmp_path):
+def test_sampling_defaults_of_a_checkpoint(tmp_path, caplog: pytest.LogCaptureFixture):
     assert SamplingDefaults.from_model_dir(str(tmp_path)) == SamplingDefaults(temperature=1.0)
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "top_k": 20, "eos_token_id": 2}))
     assert SamplingDefaults.from_model_dir(str(tmp_path)) == SamplingDefaults(temperature=0.6, top_k=20)
+    path.write_text(json.dumps({"repetition_penalty": 1.1, "top_k": 20, "top_p": 0.9}))
+    found = SamplingDefaults.from_model_dir(str(tmp_path))
+    assert found == SamplingDefaults(repetition_penalty=1.1, top_k=20, top_p=0.9)
+    assert found.within(has_penalty=True, has_top_k=True, has_top_p=True) == found
+    assert not caplog.records
+    assert found.within(has_penalty=False, has_top_k=False, has_top_p=True) == SamplingDefaults(top_p=0.9)
+    assert [record.args[:2] for record in caplog.records] == [("repetition_penalty", 1.1), ("top_k", 20)]
     path.write_text(json.dumps({"top_p": 1.5}))
     with pytest.raises(ValueError, match="top_p must be a number between 0 and 1"):
         SamplingDefaults.from_model_dir(str(tmp_path))

@@ -13,7 +13,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 CHAT = {"model": MODEL, "messages": HELLO}
 TEXT = {"model": MODEL, "prompt": "hello"}
 TOOLS = "this server does not support tool calls; leave it out"
-PENALTY = "this server does not apply penalties; leave it out or send its neutral value"
 CONSTRAINED = "this server does not support constrained output; leave it out"
 PROMPT_FORM = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
@@ -55,23 +54,39 @@ SHARED = [
     ({"model": None}, "model", "must be a string"),
     ({"cache_salt": ""}, "cache_salt", "String should have at least 1 character"),
     ({"request_id": "a b"}, "request_id", "String should match pattern '^[\\w.:-]+$'"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", PENALTY),
-    ({"presence_penalty": -1}, "presence_penalty", PENALTY),
-    ({"repetition_penalty": 1.1}, "repetition_penalty", PENALTY),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "this server does not apply logit biases; leave it out"),
-    ({"bad_words": ["a"]}, "bad_words", "this server does not ban words; leave it out"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids", "this server does not restrict the vocabulary; leave it out"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "must be less than or equal to 2"),
+    ({"frequency_penalty": "1"}, "frequency_penalty", "must be a number"),
+    ({"presence_penalty": -2.1}, "presence_penalty", "must be greater than or equal to -2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "must be greater than 0"),
+    ({"logit_bias": [5]}, "logit_bias", "must be an object of token ids and numbers"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "every key must be a token id"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias", "every key must be a token id"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "every bias must be a number between -100 and 100"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias", "every bias must be a number between -100 and 100"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "every token id may appear once"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "token id 99999 is not in the vocabulary (0 to {last})"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024 biases are allowed"),
+    ({"bad_words": "a"}, "bad_words", "must be a list"),
+    ({"bad_words": ["a", " "]}, "bad_words", "a blank word would ban spaces everywhere; remove it"),
+    ({"bad_words": ["a"] * 129}, "bad_words", "List should have at most 128 items after validation, not 129"),
+    ({"bad_words": ["qzx" * 700]}, "bad_words", "2100 tokens in all; at most 1024 are allowed"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "List should have at least 1 item after validation, not 0"),
+    (
+        {"allowed_token_ids": [1] * 1025},
+        "allowed_token_ids",
+        "List should have at most 1024 items after validation, not 1025",
+    ),
+    ({"allowed_token_ids": [99999]}, "allowed_token_ids", "token id 99999 is not in the vocabulary (0 to {last})"),
+    ({"allowed_token_ids": [True]}, "allowed_token_ids.0", "must be an integer"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "must be less than or equal to 20"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "must be greater than or equal to 0"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not available with stream: true"),
     ({"structured_outputs": {"json": {}}}, "structured_outputs", CONSTRAINED),
     ({"guided_json": {}}, "guided_json", CONSTRAINED),
     ({"regex": "a+"}, "regex", CONSTRAINED),
     ({"best_of": 2}, "best_of", "this server does not sample candidates to choose from; use n"),
     ({"priority": 3}, "priority", "this server schedules in order of arrival; leave it out or send 0"),
     ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "this server never cuts a prompt; shorten it"),
-    (
-        {"prompt_logprobs": 1},
-        "prompt_logprobs",
-        "this server does not compute log-probabilities of the prompt; leave it out",
-    ),
     (
         {"response_format": {"type": "json_object"}},
         "response_format",
@@ -140,11 +155,6 @@ TEXT_ONLY = [
     ({"prompt": [-1]}, "prompt", "token id -1 is not in the vocabulary (0 to {last})"),
     ({"logprobs": 21}, "logprobs", "must be less than or equal to 20"),
     ({"logprobs": True}, "logprobs", "must be an integer"),
-    (
-        {"echo": True, "logprobs": 1},
-        "logprobs",
-        "with echo: true the prompt would need log-probabilities, which are not supported",
-    ),
     ({"max_tokens": 0}, "max_tokens", "must be at least 1 (0 is for echo: true)"),
     ({"suffix": "x"}, "suffix", "this server does not fill in the middle; leave it out"),
 ]
