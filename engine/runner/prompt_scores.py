@@ -47,7 +47,8 @@ def score_prompts(
 ) -> tuple[ChunkScores, ...]:
     """Scores of the chunks that name `scored_next`, in plan order.
 
-    hidden_NH: the step's rows after the final norm, decode rows first; None if no chunk is to be scored. init_of: what the request in a slot asked for.
+    hidden_NH: the step's rows after the final norm, decode rows first; None if no chunk is to be scored.
+    init_of: what the request in a slot asked for.
     """
     if hidden_NH is None:
         return ()

@@ -18,6 +18,7 @@ from tests.toy import EOS_ID, make_drafter, make_target
 
 NUM_TOKENS = 32
 NO_EOS = {"ignore_eos": True}
+LETTERS = tuple(range(ord("a") - ord("!"), ord("z") - ord("!") + 1))  # ids of the toy tokenizer, whose first is "!"
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,11 @@ def known() -> dict[int, list[int]]:
     return defaultdict(list)
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["depth 0", "depth 1"])
+@pytest.fixture(scope="module", params=[(0, "eager"), (1, "eager"), (1, "repeated")], ids=str)
 def dflash(models, known, request):
     """Proposes the known text with probability 0.8 per token, so that blocks of every length are accepted."""
-    with engine(models, 7, pipeline_depth=request.param) as llm:
+    depth, programs = request.param
+    with engine(models, 7, pipeline_depth=depth, decode_programs=programs) as llm:
         mixed_truth(llm, known, p_right=0.8, seed=1)
         yield llm
 
@@ -133,13 +135,13 @@ def test_repetition_penalty_equals_transformers(plain, speculated, reference):
 
 def test_bias_bad_words_and_allowed_ids_equal_transformers(plain, speculated, reference):
     text = prompts(1, seed=2)[0]
-    free = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0, allowed_token_ids=tuple(range(97, 123)))
+    free = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0, allowed_token_ids=LETTERS)
     said = outputs(plain, [text], [free])[0]
     # Bad words of one, two and three tokens that the unruled output holds.
-    words = [bytes(said[3:4]).decode(), bytes(said[6:8]).decode(), bytes(said[11:14]).decode()]
+    words = [plain.tokenizer.decode(said[start:end]) for start, end in ((3, 4), (6, 8), (11, 14))]
     ids = bad_word_token_ids(plain.tokenizer, words)
-    assert {len(word) for word in ids} == {1, 2, 3}
-    bias = {said[0]: -5.0, 100: 2.5}
+    assert [list(word) for word in ids] == [said[3:4], said[6:8], said[11:14]]
+    bias = {said[0]: -5.0, LETTERS[3]: 2.5}
     params = SamplingParams(
         temperature=0.0,
         max_tokens=NUM_TOKENS,
@@ -164,7 +166,7 @@ def test_bias_bad_words_and_allowed_ids_equal_transformers(plain, speculated, re
     assert speculated([text], [params], truth) == truth
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_drawn_options_in_mixed_batches(plain, speculated, reference, seed):
     """Greedy rows against the brute-force reading; every row the same alone, in a batch, with and without drafts."""
     rng = random.Random(seed)
@@ -184,7 +186,6 @@ def test_every_option_decides_somewhere(plain, reference):
     text = prompts(2, seed=7)[1]
     base = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "seed": 0, **NO_EOS}
     said = outputs(plain, [text], [SamplingParams(**base)])[0]
-    words = tuple(bytes([token]).decode() for token in said if 97 <= token < 123)[:2] or ("a",)
     for options in (
         {"repetition_penalty": 1.4},
         {"presence_penalty": 2.0},
@@ -192,7 +193,7 @@ def test_every_option_decides_somewhere(plain, reference):
         {"logit_bias": {said[0]: -50.0}},
         {"allowed_token_ids": tuple(range(50, 90))},
         {"logit_bias": {5: 4.0}, "presence_penalty": -2.0},
-        {"bad_words": words, "logit_bias": {ord(words[0]): 30.0}},
+        {"bad_words": ("a", "bc"), "logit_bias": {LETTERS[0]: 40.0, LETTERS[1]: 30.0, LETTERS[2]: 30.0}},
     ):
         params = SamplingParams(**base, **options)
         output = outputs(plain, [text], [params])[0]
@@ -264,3 +265,55 @@ def test_two_ranks_decide_alike(models, plain, gather):
     truth = [outputs(plain, [text], [p])[0] for text, p in zip(texts, params, strict=True)]
     with engine(models, 7, tensor_parallel_size=2, hidden_state_gather=gather) as llm:
         assert outputs(llm, texts, params) == truth  # the drafter's own drafts: both ranks must hold the same ones
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"presence_penalty": 0.1},
+            "presence_penalty: penalties are off in this deployment; leave it out or send 0, or ",
+        ),
+        ({"frequency_penalty": -1.0}, "frequency_penalty: penalties are off in this deployment"),
+        (
+            {"repetition_penalty": 1.1},
+            "repetition_penalty: penalties are off in this deployment; leave it out or send 1, or serve with "
+            "speculative_config.enable_penalty: true",
+        ),
+        ({"top_k": 5}, "top_k: this deployment has no such filter; leave it out, or serve with speculative_config.adv"),
+        (
+            {"top_p": 0.9},
+            "top_p: this deployment has no such filter; leave it out, or serve with speculative_config.adv",
+        ),
+        ({"logit_bias": {320: 1.0}}, "logit_bias: token id 320 is not in the vocabulary, 0 .. 319"),
+        ({"allowed_token_ids": [5, 320]}, "allowed_token_ids: token id 320 is not in the vocabulary"),
+        (
+            {"allowed_token_ids": [LETTERS[0]], "bad_words": ["ba"]},
+            "allowed_token_ids: every allowed id may be ruled out by bad",
+        ),
+        ({"allowed_token_ids": [EOS_ID], "min_tokens": 1}, "allowed_token_ids: every allowed id may be ruled out"),
+    ],
+)
+def test_refused_by_the_engine(stripped, options, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        stripped.generate([1, 2, 3], SamplingParams(**options))
+    assert str(error.value).startswith(message)
+
+
+@pytest.fixture(scope="module")
+def stripped(models):
+    """An engine without penalties and without filters."""
+    spec = DFlashDecodingConfig(
+        max_draft_len=7, speculative_model=str(models[1]), advanced_sampling_mode="no_topk_no_topp"
+    )
+    options = dict(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, block_size=8, num_blocks=30)
+    with LLM(str(models[0]), speculative_config=spec, dtype="float32", threads=1, **options) as llm:
+        yield llm
+
+
+def test_what_the_stripped_engine_still_serves(stripped, plain):
+    """min_p and plain sampling do not need the missing filters; neutral values ask for nothing."""
+    params = SamplingParams(
+        temperature=0.9, min_p=0.1, seed=5, max_tokens=12, top_p=1.0, top_k=-1, logit_bias={7: 5.0}, bad_words=("a",)
+    )
+    assert outputs(stripped, [[1, 2, 3]], [params]) == outputs(plain, [[1, 2, 3]], [params])
