@@ -20,6 +20,7 @@ from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.prefix_keys import root_key
 from engine.logits_rules import check_request
 from engine.request import EngineRequest, TokenDelta
+from engine.request_limits import max_len_of
 from engine.scheduler import PipelineNotEmpty, ScheduledStep, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.speculative.counters import CounterSnapshot, SpeculationCounters, drafts_at_risk
@@ -106,7 +107,7 @@ class EngineCore:
         params = request.params
         if params.n != 1:
             raise ValueError(f"n: the engine decodes one sequence per request, got {params.n}; send one request each")
-        max_len = self._max_len(request)
+        max_len = max_len_of(request, self._config, num_blocks=self._kv.pool.num_total)
         config = self._config
         eos_token_ids = () if params.ignore_eos else config.target.eos_token_ids
         stop_token_ids = tuple(sorted({*eos_token_ids, *params.stop_token_ids}))
@@ -120,39 +121,6 @@ class EngineCore:
         )
         self._sequences[request.request_id] = seq
         self._scheduler.add(seq)
-
-    def _max_len(self, request: EngineRequest) -> int:
-        """Total tokens at which the request ends; checks that they can fit."""
-        config, params = self._config, request.params
-        prompt_len = len(request.prompt_token_ids)
-        vocab_size = config.target.vocab_size
-        if prompt_len == 0:
-            raise ValueError("prompt_token_ids: the prompt is empty; at least one token is needed")
-        if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= vocab_size:
-            raise ValueError(f"prompt_token_ids: ids must be in 0 .. {vocab_size - 1}, the target's vocabulary")
-        room = config.max_model_len - prompt_len
-        if room < 1:
-            raise ValueError(
-                f"prompt_token_ids: {prompt_len} tokens leave no room for output in max_model_len = "
-                f"{config.max_model_len}; shorten the prompt to at most {config.max_model_len - 1} tokens"
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise ValueError(
-                f"max_tokens: {prompt_len} prompt tokens + {params.max_tokens} exceed max_model_len = "
-                f"{config.max_model_len}; ask for at most {room} tokens"
-            )
-        max_len = prompt_len + (room if params.max_tokens is None else params.max_tokens)
-        assert max_len > prompt_len, "SamplingParams admits no max_tokens below 1"
-        num_blocks = -(-(max_len + config.lookahead) // config.block_size)
-        if num_blocks > self._kv.pool.num_total:
-            fits = self._kv.pool.num_total * config.block_size - config.lookahead - prompt_len
-            remedy = f"ask for at most {fits} tokens or enlarge" if fits > 0 else "shorten the prompt or enlarge"
-            raise ValueError(
-                f"max_tokens: {prompt_len} prompt tokens + {max_len - prompt_len} output tokens + {config.lookahead} "
-                f"lookahead slots need {num_blocks} blocks of {config.block_size}, but the KV cache has "
-                f"{self._kv.pool.num_total}; {remedy} the KV cache"
-            )
-        return max_len
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its last delta has finish_reason "abort". An unknown id is no error: a client that hangs up

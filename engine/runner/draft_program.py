@@ -206,6 +206,8 @@ class DecideAndDraft:
             all_greedy=flags.all_greedy,
             any_filter=flags.any_filter,
             sort_width=flags.sort_width,
+            has_top_k=self._config.enable_top_k,
+            has_top_p=self._config.enable_top_p,
         )
         drawn_M = sample(logits_MV, rows, self._tp, self._target.vocab_start)
         return drawn_M, peak_logits(logits_MV, self._tp)

@@ -53,7 +53,8 @@ class SamplingRows:
     seed_N, position_N: int64 key of the noise; position of the token being drawn.
     stop_ids_NS / mask_stops_N: the row's stop ids (padded with -1) are masked out where mask_stops_N is True; None when
         no row asks for it.
-    all_greedy, any_filter, sort_width: host flags, see `FilterFlags`.
+    all_greedy, any_filter, sort_width: host flags, see `FilterFlags`. has_top_k, has_top_p: False where the deployment
+        has no such filter, so that none of the rows asks for it and its work is skipped.
     """
 
     temperature_N: Tensor
@@ -65,6 +66,8 @@ class SamplingRows:
     all_greedy: bool
     any_filter: bool
     sort_width: int = 0
+    has_top_k: bool = True
+    has_top_p: bool = True
     stop_ids_NS: Tensor | None = None
     mask_stops_N: Tensor | None = None
 
@@ -80,7 +83,19 @@ class SamplingRows:
             all_greedy=self.all_greedy,
             any_filter=self.any_filter,
             sort_width=self.sort_width,
+            has_top_k=self.has_top_k,
+            has_top_p=self.has_top_p,
         )
+
+    @property
+    def used_top_k_N(self) -> Tensor | None:
+        """top_k_N if there is such a filter."""
+        return self.top_k_N if self.has_top_k else None
+
+    @property
+    def used_top_p_N(self) -> Tensor | None:
+        """top_p_N if there is such a filter."""
+        return self.top_p_N if self.has_top_p else None
 
 
 def sample(logits_NV: Tensor, rows: SamplingRows, tp: VocabGroup, vocab_start: int) -> Tensor:
@@ -238,7 +253,7 @@ def _nucleus_threshold(scaled_1V: Tensor, row: SamplingRows) -> Tensor:
 
 def _thresholds(scaled_NV: Tensor, rows: SamplingRows, sorted_NM: Tensor) -> Tensor:
     return row_thresholds(
-        scaled_NV, top_k_N=rows.top_k_N, top_p_N=rows.top_p_N, min_p_N=rows.min_p_N, sorted_NM=sorted_NM
+        scaled_NV, top_k_N=rows.used_top_k_N, top_p_N=rows.used_top_p_N, min_p_N=rows.min_p_N, sorted_NM=sorted_NM
     )
 
 
@@ -268,7 +283,7 @@ def _draw_some_rows(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> 
 def _fixed_shape_thresholds(scaled_NV: Tensor, rows: SamplingRows) -> Tensor:
     if 0 < rows.sort_width < scaled_NV.shape[1]:
         return _thresholds(scaled_NV, rows, scaled_NV.topk(rows.sort_width, dim=1).values)
-    return selected_thresholds(scaled_NV, top_k_N=rows.top_k_N, top_p_N=rows.top_p_N, min_p_N=rows.min_p_N)
+    return selected_thresholds(scaled_NV, top_k_N=rows.used_top_k_N, top_p_N=rows.used_top_p_N, min_p_N=rows.min_p_N)
 
 
 def _noisy_argmax(scaled_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:

@@ -18,24 +18,36 @@ _MAGNITUDE = 0x7FFFFFFF
 _BITS = 32
 
 
-def selected_thresholds(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """Threshold of all filters together, float32 [N]: a token stays iff its scaled logit is at least this."""
-    key_NV = _ordered(scaled_NV)
+def selected_thresholds(
+    scaled_NV: Tensor, *, top_k_N: Tensor | None, top_p_N: Tensor | None, min_p_N: Tensor
+) -> Tensor:
+    """Threshold of all filters together, float32 [N]: a token stays iff its scaled logit is at least this.
+
+    top_k_N, top_p_N: None where the deployment has no such filter; its passes are skipped.
+    """
     max_N = scaled_NV.amax(dim=1)
-    lowest_N = torch.full_like(max_N, -math.inf)
-    low_N, high_N = _ordered(lowest_N).to(torch.int64), _ordered(max_N).to(torch.int64)
     floor_N = min_p_threshold(max_N, min_p_N)
+    if top_k_N is not None:
+        floor_N = torch.maximum(floor_N, _top_k_threshold(scaled_NV, max_N, top_k_N))
+    if top_p_N is not None:
+        floor_N = torch.maximum(floor_N, _top_p_threshold(scaled_NV, max_N, floor_N, top_p_N))
+    return floor_N
 
-    # top_k: the largest key that at least k keys reach.
-    low_K, high_K = low_N, high_N
+
+def _top_k_threshold(scaled_NV: Tensor, max_N: Tensor, top_k_N: Tensor) -> Tensor:
+    """The largest key that at least k keys reach."""
+    key_NV, lowest_N, low_N, high_N = _search_range(scaled_NV, max_N)
     for _ in range(_BITS):
-        middle_N = (low_K + high_K + 1) >> 1
+        middle_N = (low_N + high_N + 1) >> 1
         enough_N = (key_NV >= middle_N.to(torch.int32)[:, None]).sum(dim=1) >= top_k_N
-        low_K, high_K = torch.where(enough_N, middle_N, low_K), torch.where(enough_N, high_K, middle_N - 1)
+        low_N, high_N = torch.where(enough_N, middle_N, low_N), torch.where(enough_N, high_N, middle_N - 1)
     off_N = (top_k_N <= 0) | (top_k_N > scaled_NV.shape[1])
-    floor_N = torch.maximum(floor_N, torch.where(off_N, lowest_N, _value(low_K)))
+    return torch.where(off_N, lowest_N, _value(low_N))
 
-    # top_p: the smallest key above which less than top_p lies.
+
+def _top_p_threshold(scaled_NV: Tensor, max_N: Tensor, floor_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """The smallest key above which less than top_p of what reaches the floor lies."""
+    key_NV, lowest_N, low_N, high_N = _search_range(scaled_NV, max_N)
     weight_NV = torch.exp(scaled_NV.to(torch.float64) - max_N.to(torch.float64)[:, None])
     weight_NV = torch.where(scaled_NV >= floor_N[:, None], weight_NV, 0.0)
     enough_mass_N = top_p_N.to(torch.float64) * weight_NV.sum(dim=1)
@@ -44,7 +56,18 @@ def selected_thresholds(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, 
         above_N = torch.where(key_NV > middle_N.to(torch.int32)[:, None], weight_NV, 0.0).sum(dim=1)
         kept_N = above_N < enough_mass_N
         low_N, high_N = torch.where(kept_N, low_N, middle_N + 1), torch.where(kept_N, middle_N, high_N)
-    return torch.maximum(floor_N, torch.where(top_p_N >= 1.0, lowest_N, _value(high_N)))
+    return torch.where(top_p_N >= 1.0, lowest_N, _value(high_N))
+
+
+def _search_range(scaled_NV: Tensor, max_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(keys, -inf, key of -inf, key of the row's largest)."""
+    lowest_N = torch.full_like(max_N, -math.inf)
+    return (
+        _ordered(scaled_NV),
+        lowest_N,
+        _ordered(lowest_N).to(torch.int64),
+        _ordered(max_N).to(torch.int64),
+    )
 
 
 def _ordered(x: Tensor) -> Tensor:
