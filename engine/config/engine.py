@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.config.attention_backend import AttentionBackend
 from engine.config.model import DrafterConfig, TargetConfig
 
 
@@ -40,6 +41,7 @@ class EngineConfig:
     drafter_tensor_parallel: bool
     hidden_state_gather: Literal["taps", "fused"]
     drafter_weights: Literal["model", "int8"] = "model"
+    drafter_attention: AttentionBackend = "VANILLA"
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int

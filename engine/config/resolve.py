@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
+from engine.config.attention_backend import check_attention_backend, resolve_drafter_attention
 from engine.config.capacity import with_blocks
 from engine.config.decoding import AdvancedSamplingMode, DFlashDecodingConfig
 from engine.config.draft_lengths import check_max_draft_len, resolve_choices, resolve_schedule, rows_of_largest_step
@@ -135,6 +136,7 @@ def resolve_engine_config(
         drafter_tensor_parallel=drafter_tensor_parallel,
         hidden_state_gather=cast(Literal["taps", "fused"], hidden_state_gather),
         drafter_weights=_resolve_drafter_weights(drafter_weights, drafter, device, resolved_dtype),
+        drafter_attention=resolve_drafter_attention(speculative_config, resolved_dtype),
         max_model_len=resolved_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -230,8 +232,7 @@ def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Mach
             "speculative_config.use_rejection_sampling: not supported by this version; leave it false: sampled "
             "requests are verified by exact match, which keeps the target's distribution"
         )
-    if config.attention_backend == "TRTLLM":
-        _refuse_trtllm(device, machine)
+    check_attention_backend(config.attention_backend, device, machine)
     if bool(config.acceptance_rate_window_size) != (config.acceptance_rate_threshold is not None):
         logger.warning(
             "speculative_config: acceptance_rate_window_size=%s and acceptance_rate_threshold=%s: the acceptance gate "
@@ -239,16 +240,6 @@ def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Mach
             config.acceptance_rate_window_size,
             config.acceptance_rate_threshold,
         )
-
-
-def _refuse_trtllm(device: str, machine: Machine) -> None:
-    field = "speculative_config.attention_backend"
-    required = "DFlash TRTLLM attention backend is unavailable: requires SM100 or SM103"
-    if device == "cpu" or machine.accelerator is None:
-        raise ValueError(f"{field}: {required}, got device 'cpu'. Use VANILLA, the reference attention there.")
-    if machine.accelerator.compute_capability not in ((10, 0), (10, 3)):
-        raise ValueError(f"{field}: {required}, got {machine.accelerator.sm}.")
-    raise ValueError(f"{field}: TRTLLM is not supported by this version; use VANILLA")
 
 
 def _resolve_dtype(dtype: str, model_dir: Path) -> Literal["float32", "bfloat16"]:

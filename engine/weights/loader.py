@@ -148,7 +148,7 @@ def load_drafter(
         dtype=DTYPES[config.dtype],
         device=device or config.device,
         num_positions=num_positions(config),
-        attention=attention or attention_of(device or config.device),
+        attention=attention or attention_of(device or config.device, config.drafter_attention),
     )
     placements = list(drafter_placements(model, fuse_rank_zero=layer_tp.rank == 0))
     _load(model, placements, config.drafter_dir, config.drafter_load_format, "drafter load_format")

@@ -1,5 +1,6 @@
 """What a user writes becomes an EngineConfig: defaults, refusals by field, warnings, arithmetic."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -237,12 +238,25 @@ def test_refused_speculative_configs(target: Path, drafter: Path, options: dict[
     ("machine", "message"),
     [
         (H200, "DFlash TRTLLM attention backend is unavailable: requires SM100 or SM103, got SM90."),
-        (B200, "speculative_config.attention_backend: TRTLLM is not supported by this version; use VANILLA"),
+        (B200, "speculative_config.attention_backend: TRTLLM needs the package flashinfer-python; install it"),
     ],
 )
 def test_trtllm_backend_on_gpus(target: Path, drafter: Path, machine: Machine, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(target, spec(drafter, attention_backend="TRTLLM"), device="cuda", machine=machine)
+
+
+def test_trtllm_backend_where_it_runs(target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "flashinfer" or found(name))
+    options = {"device": "cuda", "machine": B200}
+    config = resolve(target, spec(drafter, attention_backend="TRTLLM"), dtype="bfloat16", **options)
+    assert config.drafter_attention == "TRTLLM"
+    assert resolve(target, spec(drafter), **options).drafter_attention == "VANILLA"
+    with pytest.raises(
+        ValueError, match=r"speculative_config\.attention_backend: TRTLLM needs dtype bfloat16, got float32"
+    ):
+        resolve(target, spec(drafter, attention_backend="TRTLLM"), dtype="float32", **options)
 
 
 def test_draft_len_choices_without_a_drafter(target: Path) -> None:
