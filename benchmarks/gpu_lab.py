@@ -1,5 +1,6 @@
 """What the GPU benchmarks share: model shapes without weights, an engine driven directly, its measurements."""
 
+import gc
 import importlib.metadata
 import json
 import platform
@@ -236,6 +237,7 @@ class Lab:
         """Frees the GPU for the next engine."""
         self.rank.close()
         del self.core, self.rank
+        gc.collect()
         torch.cuda.empty_cache()
 
 

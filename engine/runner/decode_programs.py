@@ -105,7 +105,7 @@ class _DecodePair:
             assert decision is not None
             owner.draft_program.write_context(self._step, decision, self._num_rows, self._width)
             owner.draft_program.draft(decision.slots_S, self._width)
-            owner.results[: self._num_rows, : NUM_COUNTS + self._width + 1] = pack(decision)
+            owner.packed(self._num_rows, self._width).copy_(pack(decision))
 
         return run
 
@@ -138,8 +138,7 @@ class _DecodePair:
 class DecodePrograms:
     """All pairs of one engine, and the buffers they share.
 
-    upload: where each step's numbers arrive. results: int32 [max_num_seqs, NUM_COUNTS + Kmax + 1], rows as `pack`
-    makes them.
+    upload: where each step's numbers arrive. results: int32, rows as `pack` makes them, one behind the other.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class DecodePrograms:
         largest = config.max_num_seqs
         self.upload = UploadRing(1 + largest + 2 * num_table_entries(largest), device)
         columns = NUM_COUNTS + config.max_draft_len + 1
-        self.results = torch.zeros(largest, columns, dtype=torch.int32, device=device)
+        self.results = torch.zeros(largest * columns, dtype=torch.int32, device=device)
         self._recorder = recorder
         self._buckets = row_buckets(largest)
         self._bucket_of = [min(b for b in self._buckets if b >= rows) for rows in range(1, largest + 1)]
@@ -198,7 +197,12 @@ class DecodePrograms:
     def run_draft(self, pair: _DecodePair, plan: StepPlan, traits: int) -> torch.Tensor:
         """Runs D and returns the batch's packed result rows, a view that the next step overwrites."""
         pair.run_draft[Variant.of(traits)]()
-        return self.results[: len(plan.decode_slots), : NUM_COUNTS + plan.draft_len + 1]
+        return self.packed(len(plan.decode_slots), plan.draft_len)
+
+    def packed(self, num_rows: int, width: int) -> torch.Tensor:
+        """The first rows of a program of this width, [num_rows, NUM_COUNTS + width + 1]."""
+        columns = NUM_COUNTS + width + 1
+        return self.results[: num_rows * columns].view(num_rows, columns)
 
     def has_room(self, plan: StepPlan, num_entries: int) -> bool:
         """Whether a step's block-table changes fit into its upload."""
