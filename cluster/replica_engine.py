@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.config import ClusterConfig, in_config_terms
-from cluster.control.messages import StepTime
 from cluster.openai.generation import Engine
+from engine.speculative.counters import StepTime
 from engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ class EngineOwner(Protocol):
     async def close(self) -> None:
         """End all ranks and free what they hold."""
         ...
+
+
+_STEP_TIMES_BUDGET_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +108,12 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
     tokenizer = await asyncio.to_thread(
         lambda: Tokenizer.load(engine_config.model_dir, chat_template=config.model.chat_template)
     )
-    group = await EngineGroup.start(engine_config, stall_timeout_s=config.deployment.stall_timeout_s)
+    is_controlled = config.controller.enabled and engine_config.drafter is not None
+    group = await EngineGroup.start(
+        engine_config,
+        stall_timeout_s=config.deployment.stall_timeout_s,
+        step_times_budget_s=_STEP_TIMES_BUDGET_S if is_controlled else 0.0,
+    )
     return ReplicaEngine(
         group=group,
         tokenizer=tokenizer,
@@ -115,8 +123,13 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         max_draft_len=engine_config.max_draft_len,
         static_schedule=dict(engine_config.draft_len_schedule),
         control=ControlFacts(
-            rank0=group.rank0, accelerator=_accelerator(engine_config), draft_lens=engine_config.draft_len_choices
-        ),
+            rank0=group.rank0,
+            accelerator=_accelerator(engine_config),
+            draft_lens=engine_config.draft_len_choices,
+            step_times=group.client.step_times,
+        )
+        if is_controlled
+        else None,
         has_penalty=engine_config.enable_penalty,
         has_top_k=engine_config.enable_top_k,
         has_top_p=engine_config.enable_top_p,

@@ -15,7 +15,7 @@ import msgspec
 
 from engine.core import EngineStats
 from engine.request import EngineRequest, TokenDelta
-from engine.speculative.counters import CounterSnapshot
+from engine.speculative.counters import CounterSnapshot, StepTime
 from engine.speculative.schedule import ScheduleAck
 from workers.errors import EngineDeadError, ProtocolError
 from workers.protocol import (
@@ -250,6 +250,11 @@ class EngineClient(asyncio.Protocol):
         """
         self._check_alive()
         return await asyncio.shield(self._hello)
+
+    @property
+    def step_times(self) -> tuple[StepTime, ...]:
+        """Measured before the engine served, if `EngineGroup.start` was told to. Valid after `wait_ready`."""
+        return self._hello.result().step_times
 
     def request_shutdown(self) -> None:
         """Asks the engine loop to end after the current step."""

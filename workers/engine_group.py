@@ -48,11 +48,12 @@ _CAUSE_GRACE_S = 0.3  # ranks that fail together are heard before one of them is
 _SHUTDOWN_S = 3.0  # for a clean end, before ranks are killed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Timeouts:
     stall_s: float
     start_s: float
     place_s: float
+    measure_s: float
 
 
 class EngineGroup:
@@ -82,6 +83,7 @@ class EngineGroup:
         stall_timeout_s: float = 60.0,
         start_timeout_s: float = 1800.0,
         place_timeout_s: float = 30.0,
+        step_times_budget_s: float = 0.0,
         placement_group: PlacementGroup | None = None,
         factory: str = DEFAULT_FACTORY,
         on_progress: Callable[[int, str], None] | None = None,
@@ -91,6 +93,7 @@ class EngineGroup:
         Args:
             stall_timeout_s: the engine is dead when it owes answers and has not sent anything for this long. It must
                 exceed the longest step.
+            step_times_budget_s: time for measuring step times, which the client then has; 0: none are measured.
             placement_group: bundle i = rank i. Default: the current one (a Serve replica's), else one of our own.
             factory: `module:callable` of the shape of `workers.gpu_worker.RankFactory`.
             on_progress: told (rank, phase) as start-up proceeds; the phases are logged as well.
@@ -98,7 +101,7 @@ class EngineGroup:
         Raises:
             EngineStartError: with the root cause; nothing is left behind.
         """
-        timeouts = _Timeouts(stall_s=stall_timeout_s, start_s=start_timeout_s, place_s=place_timeout_s)
+        timeouts = _Timeouts(stall_timeout_s, start_timeout_s, place_timeout_s, step_times_budget_s)
         group = cls(config, factory=factory, timeouts=timeouts)
         try:
             await group._bring_up(placement_group, on_progress)
@@ -106,8 +109,7 @@ class EngineGroup:
             await asyncio.shield(group._end_everything(error, is_clean=False))
             raise EngineStartError(f"the engine did not start: {error.cause}", error.details) from None
         except BaseException:  # cancelled, or a bug: leave nothing behind either
-            stopped = EngineDeadError("the start was interrupted")
-            await asyncio.shield(group._end_everything(stopped, is_clean=False))
+            await asyncio.shield(group._end_everything(EngineDeadError("interrupted start"), is_clean=False))
             raise
         group._watcher = asyncio.create_task(group._watch(), name="engine-group-watcher")
         group._watcher.add_done_callback(group._watcher_ended)
@@ -121,8 +123,7 @@ class EngineGroup:
 
     @property
     def rank0(self) -> Any:
-        """The actor handle of rank 0."""
-        assert self._actors, "not started, or closed"
+        """The actor handle of rank 0, until `close`."""
         return self._actors[0]
 
     @property
@@ -200,6 +201,7 @@ class EngineGroup:
                 init_method=f"tcp://127.0.0.1:{self._infos[0].free_port}" if self._num_ranks > 1 else None,
                 ring_name=self._ring_name,
                 socket_path=listening.path,
+                step_times_budget_s=self._timeouts.measure_s,
             )
             self._ends = [_future(actor.run.remote(job)) for actor in self._actors]
             accepting = listening.accept(pid=self._infos[0].process.pid)

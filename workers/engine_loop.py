@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar, cast
 
 from engine.request import EngineRequest, TokenDelta
+from engine.speculative.counters import StepTime
 from workers.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -89,10 +90,14 @@ class _Stopped(Exception):
 
 
 class EngineLoop:
-    """Drives `core` for the replica at the other end of `connection`, which the loop takes over and closes."""
+    """Drives `core` for the replica at the other end of `connection`, which the loop takes over and closes.
 
-    def __init__(self, core: Core, connection: socket.socket) -> None:
+    step_times: what the engine measured before, for the replica to know.
+    """
+
+    def __init__(self, core: Core, connection: socket.socket, *, step_times: tuple[StepTime, ...] = ()) -> None:
         self._core = core
+        self._step_times = step_times
         self._connection = connection
         self._frames = FrameBuffer()
         self._wake_read, self._wake_write = os.pipe()
@@ -147,7 +152,7 @@ class EngineLoop:
         """
         self._connection.setblocking(False)
         try:
-            self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid()))
+            self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), step_times=self._step_times))
             while not self._stop:
                 self._do_calls()
                 self._receive(block=not self._core.has_work())

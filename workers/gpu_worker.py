@@ -18,6 +18,7 @@ from engine.config.engine import EngineConfig
 from engine.parallel.plan_channel import plan_sender, plan_writer
 from engine.parallel.plan_ring import PlanReader, PlanRingClosed, PlanWriter
 from engine.parallel.process_identity import ProcessIdentity
+from engine.speculative.counters import StepTime
 from engine.speculative.schedule import ScheduleAck, Version
 from engine.step import StepPlan
 from workers.engine_loop import Core, EngineLoop
@@ -37,6 +38,9 @@ class Rank(Protocol):
 
     def follow(self, reader: PlanReader) -> None:
         """Executes plans until the ring is closed."""
+
+    def measure_step_times(self, budget_s: float) -> tuple[StepTime, ...]:
+        """Rank 0, before it serves: seconds of decode steps; the other ranks follow meanwhile."""
 
     def close(self) -> None:
         """Gives up what the rank holds."""
@@ -62,13 +66,17 @@ class RankFactory(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankJob:
-    """What a rank is told. socket_path: rank 0 only. ring_name, init_method: None at tensor_parallel_size 1."""
+    """What a rank is told. socket_path: rank 0 only. ring_name, init_method: None at tensor_parallel_size 1.
+
+    step_times_budget_s: how long rank 0 may measure step times before it serves; 0: it does not.
+    """
 
     config: EngineConfig
     factory: str
     init_method: str | None
     ring_name: str | None
     socket_path: str | None
+    step_times_budget_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +198,11 @@ class GpuWorker:
         if writer is not None:
             self._phase = "waiting for the other ranks"
             writer.wait_attached(_ATTACH_TIMEOUT_S)
-        loop = EngineLoop(core, connection)
+        step_times: tuple[StepTime, ...] = ()
+        if job.step_times_budget_s > 0.0:
+            self._phase = "measuring step times"
+            step_times = rank.measure_step_times(job.step_times_budget_s)
+        loop = EngineLoop(core, connection, step_times=step_times)
         self._num_steps = lambda: loop.beats
         self._loop = loop
         self._phase = READY
@@ -253,6 +265,7 @@ class _EngineRank:
 
     core: Core | None
     follow: Callable[[PlanReader], None]
+    measure_step_times: Callable[[float], tuple[StepTime, ...]]
     close: Callable[[], None]
 
 
@@ -271,10 +284,18 @@ def build_rank(
 
     from engine.core import EngineCore
     from engine.rank import EngineRank
+    from engine.speculative.measure import measure_step_times
 
     torch.set_num_threads(config.num_threads)
     engine_rank = EngineRank(config, rank=rank, init_method=init_method, progress=progress)
     core = None
     if rank == 0:
         core = EngineCore(config=engine_rank.config, runner=engine_rank.runner, broadcast=broadcast)
-    return _EngineRank(core=core, follow=engine_rank.follow, close=engine_rank.close)
+    return _EngineRank(
+        core=core,
+        follow=engine_rank.follow,
+        measure_step_times=lambda budget_s: measure_step_times(
+            engine_rank.config, engine_rank.runner, broadcast=broadcast, budget_s=budget_s
+        ),
+        close=engine_rank.close,
+    )

@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.request import EngineRequest, TokenDelta
+from engine.speculative.counters import StepTime
 from workers.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
@@ -72,10 +73,11 @@ ToEngine = AddRequest | Abort | Call | ApplySchedule | Shutdown
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The engine is loaded and its loop runs."""
+    """The engine is loaded and its loop runs. step_times: measured before, if that was asked for."""
 
     version: int
     pid: int
+    step_times: tuple[StepTime, ...] = ()
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

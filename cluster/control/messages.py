@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from cluster.control.policy import Rules
-from engine.speculative.counters import CounterSnapshot
+from engine.speculative.counters import CounterSnapshot, StepTime
 from engine.speculative.schedule import Version
 
 PROTOCOL_VERSION = 1
@@ -39,14 +39,6 @@ class CellCounts(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     decode_time_s: float
     at_risk: tuple[int, ...]
     accepted: tuple[int, ...]
-
-
-class StepTime(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Seconds of one decode-only step of a program, measured at start-up."""
-
-    batch_bucket: int
-    draft_len: int
-    seconds: float
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

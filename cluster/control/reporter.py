@@ -22,11 +22,10 @@ from cluster.control.messages import (
     Registration,
     Reply,
     Report,
-    StepTime,
     cell_counts,
 )
 from engine.core import EngineStats
-from engine.speculative.counters import CounterSnapshot
+from engine.speculative.counters import CounterSnapshot, StepTime
 from engine.speculative.schedule import ScheduleAck, Version
 from workers.errors import EngineDeadError
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cluster.control.messages import CellCounts, StepTime
-from engine.speculative.counters import batch_bucket
+from cluster.control.messages import CellCounts
+from engine.speculative.counters import StepTime, batch_bucket
 
 _HALF_LIFE_S = 30.0  # of traffic
 _PRIOR_STEPS = 20.0  # what a pair's start-up measurement weighs against steps in service

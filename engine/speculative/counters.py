@@ -29,6 +29,14 @@ class StepCell(msgspec.Struct, frozen=True, kw_only=True):
     accepted: tuple[int, ...]
 
 
+class StepTime(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Seconds of one decode-only step of a program, as measured before it serves."""
+
+    batch_bucket: int
+    draft_len: int
+    seconds: float
+
+
 class CounterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All counts since the engine started. Tokens, rows and steps; times in seconds.
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from cluster.control.messages import CellCounts, Registration, Report, StepTime
+from cluster.control.messages import CellCounts, Registration, Report
+from engine.speculative.counters import StepTime
 
 DRAFT_LENS = (0, 1, 2, 3, 5, 7)
 

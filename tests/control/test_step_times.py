@@ -2,8 +2,9 @@
 
 import pytest
 
-from cluster.control.messages import CellCounts, StepTime
+from cluster.control.messages import CellCounts
 from cluster.control.step_times import StepTimes
+from engine.speculative.counters import StepTime
 
 
 def entry(rows: int, draft_len: int, seconds: float) -> StepTime:

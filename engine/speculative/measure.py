@@ -1,0 +1,102 @@
+"""How long a decode step takes at each (batch bucket, draft length), measured on the device before it serves.
+
+The steps are real ones, of requests made for it, planned by an `EngineCore` of its own over the same runner. Contexts
+are short, so the times are lower bounds; their proportions are what a controller needs.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from engine.config.engine import EngineConfig
+from engine.core import EngineCore, Runner
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.speculative.counters import StepTime, batch_bucket
+from engine.step import StepPlan
+
+logger = logging.getLogger(__name__)
+
+_WARM_STEPS = 1  # decode steps before those that count: memory is touched, code compiled
+_STEPS = 3
+
+
+def measure_step_times(
+    config: EngineConfig,
+    runner: Runner,
+    *,
+    broadcast: Callable[[StepPlan], None] | None = None,
+    budget_s: float,
+    now: Callable[[], float] = time.perf_counter,
+) -> tuple[StepTime, ...]:
+    """Mean seconds of a decode-only step by (bucket, K), as far as `budget_s` goes, the telling pairs first.
+
+    The runner must be idle and is so afterwards; its cache holds nothing that a later request may reuse.
+    """
+    core = EngineCore(
+        config=replace(config, gate_window=0, enable_prefix_caching=False), runner=runner, broadcast=broadcast
+    )
+    deadline = now() + budget_s
+    pairs = list(_telling_first(config))
+    found: list[StepTime] = []
+    for number, (rows, draft_len) in enumerate(pairs):
+        if now() >= deadline:
+            logger.info("Step times: %d of %d pairs measured in %g s", number, len(pairs), budget_s)
+            break
+        seconds = _measure(core, config, rows, draft_len, version=number + 1)
+        if seconds is not None:
+            found.append(StepTime(batch_bucket=rows, draft_len=draft_len, seconds=seconds))
+    return tuple(found)
+
+
+def _telling_first(config: EngineConfig) -> Iterator[tuple[int, int]]:
+    """All (bucket, K): for every bucket the smallest and the largest K, then those halving the gaps."""
+    limit = config.max_num_seqs
+    buckets = sorted({batch_bucket(rows, limit) for rows in range(1, limit + 1)})
+    gaps = [(0, len(config.draft_len_choices) - 1)]
+    order = [0, gaps[0][1]] if gaps[0][1] else [0]
+    while gaps:
+        low, high = gaps.pop(0)
+        middle = (low + high) // 2
+        if middle not in (low, high):
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    for index in order:
+        for bucket in buckets:
+            yield bucket, config.draft_len_choices[index]
+
+
+def _measure(core: EngineCore, config: EngineConfig, rows: int, draft_len: int, *, version: int) -> float | None:
+    """One pair; None when so many requests do not fit into the cache or into one step."""
+    core.apply_schedule((1, version), {rows: draft_len})
+    num_warm = _WARM_STEPS + config.pipeline_depth  # their results are read so much later
+    num_steps = num_warm + _STEPS
+    max_tokens = min(2 + (draft_len + 1) * (num_steps + 1), config.max_model_len - 1)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    for number in range(rows):
+        try:
+            core.add_request(EngineRequest(request_id=str(number), prompt_token_ids=(0,), params=params))
+        except ValueError:  # longer than the cache
+            return None
+    before = (0, 0.0)
+    for step in range(1 + num_steps):  # the prefill is the first
+        if core.has_work():
+            core.step()
+        if step == num_warm:
+            before = _decoded(core, rows, draft_len)
+    after = _decoded(core, rows, draft_len)
+    for number in range(rows):
+        core.abort(str(number))
+    while core.has_work():
+        core.step()
+    steps, seconds = after[0] - before[0], after[1] - before[1]
+    return seconds / steps if steps > 0 and seconds > 0 else None
+
+
+def _decoded(core: EngineCore, rows: int, draft_len: int) -> tuple[int, float]:
+    """Decode-only steps of a pair so far, and their seconds."""
+    for cell in core.counters().cells:
+        if (cell.batch_bucket, cell.draft_len) == (rows, draft_len):
+            return cell.decode_steps, cell.decode_time_s
+    return 0, 0.0
