@@ -25,16 +25,25 @@ async def test_two_ranks_with_a_drafter_give_the_targets_greedy_tokens(tmp_path:
     make_drafter(tmp_path / "drafter", target)
     config = engine_config(
         tmp_path / "target", tmp_path / "drafter", tensor_parallel_size=2, draft_len_schedule=((8, 3),),
-        draft_len_choices=(0, 3, 7), debug_checks=True,
+        draft_len_choices=(0, 3, 5), debug_checks=True,
     )  # fmt: skip
     prompts = [[1, 17, 40, 99, 5], [1, 8], [1, *range(30, 50)]]
-    group = await EngineGroup.start(config)
+    group = await EngineGroup.start(config, step_times_budget_s=1.0)
     try:
+        measured = {(entry.batch_bucket, entry.draft_len) for entry in group.client.step_times}
+        assert (1, 0) in measured and measured <= {(rows, k) for rows in (1, 2, 4, 8) for k in (0, 3, 5)}
+        assert all(entry.seconds > 0 for entry in group.client.step_times)
         got = []
         for index, prompt in enumerate(prompts):
             params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
             request = EngineRequest(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
             got.append([token async for delta in group.client.submit(request) for token in delta.token_ids])
+        # Another process changes the schedule, as a speculation controller does.
+        ack = await group.rank0.apply_schedule.remote((1, 1), {8: 5})
+        assert ack.applied and (await group.client.stats()).schedule == {8: 5}
+        await group.rank0.reset_gate.remote()
+        with pytest.raises(ValueError, match="max_draft_len"):
+            await group.rank0.apply_schedule.remote((1, 2), {8: 99})
         await group.client.check_integrity()
         counters, stats = await group.client.counters(), await group.client.stats()
     finally:
