@@ -8,13 +8,14 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
-from cluster.config import ClusterConfig, load_config, parse_config
+from cluster.config import ClusterConfig, ConfigError, load_config, parse_config
 from cluster.config_sections import DeploymentSection
 from cluster.model_server import HEALTH_PERIOD_S, ModelServer
 from cluster.replica_engine import EngineStarter, start_engine
 from workers.placement import rank_bundles
 
 DEPLOYMENT = "ModelServer"
+ALLOW_SIMULATED = "allow_simulated"
 _SPARE_REQUESTS = 32  # health, metrics and model lists are answered while the completions' places are taken
 _STOP_MARGIN_S = 15.0  # beyond drain_s: the replica notices that it is stopped, answers what it cuts, ends its ranks
 _STOP_POLL_S = 0.5
@@ -27,12 +28,35 @@ def build(args: str | Path | Mapping[str, Any] | ClusterConfig) -> Application:
     Args:
         args: a config file's path; `{"config": path}`, as `serve run cluster.app:build config=FILE` gives it; the
             config's mapping, as `args` in a Serve config file gives it (relative paths count from the working
-            directory); or a loaded config.
+            directory); or a loaded config. The mappings may also hold `allow_simulated: true`, without which a
+            config with a simulated device is refused.
 
     Raises:
         ConfigError: the config is not valid; all problems are listed.
     """
-    return application(read_config(args), start_engine)
+    allow_simulated = False
+    if isinstance(args, Mapping):
+        given = dict(args)
+        allow_simulated = _read_flag(given.pop(ALLOW_SIMULATED, False))
+        args = given
+    config = read_config(args)
+    if config.is_simulated and not allow_simulated:
+        raise ConfigError(
+            "args",
+            [
+                "engine.device: simulated answers every request with random tokens; if that is meant, add "
+                f"{ALLOW_SIMULATED}: true to the application's args (dflash serve: --allow-simulated)"
+            ],
+        )
+    return application(config, start_engine)
+
+
+def _read_flag(value: object) -> bool:
+    """true or false, also as text: `serve run ... allow_simulated=true` gives text."""
+    flags = {True: True, False: False, "true": True, "false": False}
+    if not isinstance(value, bool | str) or value not in flags:
+        raise ConfigError("args", [f"{ALLOW_SIMULATED}: must be true or false, got {value!r}"])
+    return flags[value]
 
 
 def application(config: ClusterConfig, starter: EngineStarter) -> Application:

@@ -20,8 +20,10 @@ from cluster.config_sections import (
     HttpSection,
     ModelSection,
     Section,
+    SimulationSection,
 )
 from engine.config.decoding import DFlashDecodingConfig
+from engine.simulated.profile import SimulationOptions
 
 # Keys of `speculative_config` that a running application takes over; the class itself belongs to the engine.
 LIVE_SPECULATIVE_KEYS = frozenset({"draft_len_schedule"})
@@ -35,6 +37,9 @@ class ClusterConfig(Section):
         default=None, description="DFlash speculative decoding, with TensorRT-LLM's keys. Default: plain decoding."
     )
     engine: EngineSection = Field(default_factory=EngineSection, description="How one replica runs the model.")
+    simulation: SimulationSection | None = Field(
+        default=None, description="The simulated device; only with engine.device: simulated, which needs it."
+    )
     deployment: DeploymentSection = Field(
         default_factory=DeploymentSection, description="How Ray Serve runs the replicas."
     )
@@ -55,6 +60,19 @@ class ClusterConfig(Section):
             raise ValueError("controller.enabled: has no effect without speculative_config; remove it")
         return self
 
+    @model_validator(mode="after")
+    def _simulation_is_the_device(self) -> "ClusterConfig":
+        if self.is_simulated and self.simulation is None:
+            raise ValueError("engine.device: simulated needs the section simulation: steps and acceptance")
+        if self.simulation is not None and not self.is_simulated:
+            raise ValueError("simulation: only applies with engine.device: simulated; remove it")
+        return self
+
+    @property
+    def is_simulated(self) -> bool:
+        """No model runs; tokens are random."""
+        return self.engine.device == "simulated"
+
     @property
     def served_name(self) -> str:
         """The model's name in the API."""
@@ -63,6 +81,7 @@ class ClusterConfig(Section):
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `engine.config.resolve.resolve_engine_config`."""
         cache = self.engine.kv_cache
+        simulation = None if self.simulation is None else SimulationOptions(**self.simulation.model_dump())
         return {
             "model": self.model.source,
             "speculative_config": self.speculative_config,
@@ -82,6 +101,7 @@ class ClusterConfig(Section):
             "kv_cache_memory_bytes": cache.memory,
             "pipeline_depth": self.engine.pipeline_depth,
             "draft_len_choices": self.engine.draft_len_choices,
+            "simulation": simulation,
         }
 
     def to_plain(self) -> dict[str, Any]:
@@ -198,6 +218,14 @@ def _resolve_paths(config: ClusterConfig, base_dir: Path, where: str) -> Cluster
     if speculative is not None and speculative.speculative_model is not None:
         drafter = local_source("speculative_config.speculative_model", str(speculative.speculative_model))
         update["speculative_config"] = speculative.model_copy(update={"speculative_model": drafter})
+    if config.simulation is not None:
+        files = {}
+        for key, value in (("steps", config.simulation.steps), ("acceptance", config.simulation.acceptance)):
+            file = (base_dir / Path(value).expanduser()).resolve()
+            files[key] = str(file)
+            if not file.is_file():
+                problems.append(f"simulation.{key}: no such file: {file}")
+        update["simulation"] = config.simulation.model_copy(update=files)
     if problems:
         raise ConfigError(where, problems)
     return config.model_copy(update=update)

@@ -114,8 +114,11 @@ class KvCacheSection(Section):
 
 
 class EngineSection(Section):
-    device: Literal["cpu", "cuda"] = Field(
-        default="cpu", json_schema_extra=RESTART, description="Where a rank's tensors live."
+    device: Literal["cpu", "cuda", "simulated"] = Field(
+        default="cpu",
+        json_schema_extra=RESTART,
+        description="Where a rank's tensors live. simulated: nowhere; steps only take the time that `simulation` says, "
+        "and tokens are random (for load tests; needs --allow-simulated).",
     )
     threads: int | None = Field(
         default=None,
@@ -181,6 +184,24 @@ class EngineSection(Section):
                 f"({self.max_num_seqs}): every running request needs one token a step"
             )
         return self
+
+
+class SimulationSection(Section):
+    steps: str = Field(
+        min_length=1,
+        json_schema_extra=RESTART,
+        description="File with the device's step times, such as sim/steps/cpu2-smollm2-135m.yaml. A relative path "
+        "counts from the config file's directory.",
+    )
+    acceptance: str = Field(
+        min_length=1,
+        json_schema_extra=RESTART,
+        description="File with the classes of requests and how often their drafts are right, such as "
+        "sim/acceptance/easy-and-hard.yaml. A relative path counts from the config file's directory.",
+    )
+    speed: float = Field(
+        default=1.0, gt=0, json_schema_extra=RESTART, description="Simulated seconds in a second of real time."
+    )
 
 
 class AutoscalingSection(Section):

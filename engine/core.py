@@ -184,6 +184,7 @@ class EngineCore:
         counters = self._counters
         counters.num_steps += 1
         self._read_prompt_scores(scheduled, result)
+        counters.device_time_s += result.duration_s
         for chunk in scheduled.prefill:
             counters.prefill_tokens += chunk.num_tokens
             if chunk.seq.state is SequenceState.RUNNING:

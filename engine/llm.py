@@ -22,7 +22,8 @@ from engine.output_processor import RequestState
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.parallel.plan_channel import plan_sender, plan_writer
 from engine.parallel.plan_ring import PlanWriter, new_ring_name
-from engine.rank import EngineRank, FollowerSpec
+from engine.rank import FollowerSpec
+from engine.rank_factory import make_rank
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams, choice_seed
 from engine.step import StepPlan
@@ -70,7 +71,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.config.model_dir)
         try:
             init_method = self._start_followers()
-            self._rank = EngineRank(self.config, rank=0, init_method=init_method)
+            self._rank = make_rank(self.config, rank=0, init_method=init_method)
             if self._ring is not None:
                 self._ring.wait_attached(_FOLLOWER_START_S)
         except BaseException:

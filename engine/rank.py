@@ -16,6 +16,7 @@ from engine.attention.kv_cache_tensors import KvCache
 from engine.config.engine import EngineConfig
 from engine.parallel.plan_ring import PlanReader, PlanRingClosed
 from engine.parallel.tp_group import TpGroup
+from engine.rank_factory import make_rank
 from engine.runner.runner import ModelRunner
 from engine.step import StepPlan
 from engine.weights.loader import load_drafter, load_target
@@ -107,7 +108,7 @@ class EngineRank:
 def follow_from_stdin() -> None:
     """Entry point of a follower process."""
     spec: FollowerSpec = pickle.load(sys.stdin.buffer)
-    rank = EngineRank(spec.config, rank=spec.rank, init_method=spec.init_method)
+    rank = make_rank(spec.config, rank=spec.rank, init_method=spec.init_method)
     reader = PlanReader(spec.ring_name, index=spec.rank - 1)
     try:
         rank.follow(reader)

@@ -277,17 +277,15 @@ def build_rank(
     broadcast: Callable[[StepPlan], None] | None,
     progress: Callable[[str], None],
 ) -> Rank:
-    """The default factory: loads this rank's shard of target and drafter onto its device."""
+    """The default factory: loads this rank's shard of target and drafter onto its device, or simulates one."""
     # Ray sets OMP_NUM_THREADS=1 for actors without CPUs; libraries that read it after torch shall agree.
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
-    import torch
 
     from engine.core import EngineCore
-    from engine.rank import EngineRank
+    from engine.rank_factory import make_rank
     from engine.speculative.measure import measure_step_times
 
-    torch.set_num_threads(config.num_threads)
-    engine_rank = EngineRank(config, rank=rank, init_method=init_method, progress=progress)
+    engine_rank = make_rank(config, rank=rank, init_method=init_method, progress=progress)
     core = None
     if rank == 0:
         core = EngineCore(config=engine_rank.config, runner=engine_rank.runner, broadcast=broadcast)

@@ -49,6 +49,9 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="Use the Ray cluster at this address (or auto) instead of starting one.")
     ] = None,
+    allow_simulated: Annotated[
+        bool, typer.Option("--allow-simulated", help="Serve a simulated device, which answers with random tokens.")
+    ] = False,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard too.")] = False,
     verbose: Annotated[bool, typer.Option(help="Show the logs of Ray and of the replicas.")] = False,
 ) -> None:
@@ -57,6 +60,12 @@ def serve(
         fail("--dashboard: applies to a Ray started here; leave it out with --address", status=BAD_USAGE)
     with user_errors(ConfigError):
         loaded = load_config(config)
+    if loaded.is_simulated and not allow_simulated:
+        fail(
+            f"{config}: engine.device: simulated answers every request with random tokens; if that is meant, add "
+            "--allow-simulated",
+            status=BAD_USAGE,
+        )
     http = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     loaded = loaded.model_copy(update={"http": loaded.http.model_copy(update=http)})
     with user_errors(ValueError):
@@ -188,12 +197,14 @@ class _Server:
     def _deploy(self) -> None:
         from ray import serve as ray_serve
 
-        from cluster.app import build
+        from cluster.app import ALLOW_SIMULATED, build
 
         deployment = self._config.deployment
         self._app_started = True
         target = ray_serve.RunTarget(
-            target=build(self._config.to_plain()), name=deployment.app, route_prefix=deployment.route_prefix
+            target=build({**self._config.to_plain(), ALLOW_SIMULATED: self._config.is_simulated}),
+            name=deployment.app,
+            route_prefix=deployment.route_prefix,
         )
         ray_serve.run_many([target], wait_for_applications_running=False)
 
@@ -202,6 +213,8 @@ class _Server:
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
         out = self._console
         out.print(f"\n{name} is served at {self.url}/v1\n", style="bold green", markup=False)
+        if self._config.is_simulated:
+            out.print("The device is simulated: every answer is random tokens.\n", style="yellow", markup=False)
         out.print(
             f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
             markup=False,

@@ -17,6 +17,7 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
 
     echoes: text put in front of each choice (completions with echo), by choice index; empty for none.
     format_prompt: the form of `prompt_logprobs`; None if the client did not ask for them.
+    system_fingerprint: what the field of that name says, None to leave it out.
     """
 
     response_id: str
@@ -28,6 +29,7 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     echoes: tuple[str, ...] = ()
     format_prompt: FormatPrompt | None = None
+    system_fingerprint: str | None = None
 
     def echo(self, index: int) -> str:
         """Text in front of choice `index`."""
@@ -44,6 +46,8 @@ def response_body(generation: Generation, form: ResponseForm) -> bytes:
         "choices": [_choice_body(choice, form) for choice in generation.choices],
         "usage": generation.usage(),
     }
+    if form.system_fingerprint is not None:
+        body["system_fingerprint"] = form.system_fingerprint
     metrics = _metrics(generation)
     if metrics is not None:
         body["metrics"] = metrics
@@ -92,6 +96,7 @@ async def response_chunks(generation: Generation, form: ResponseForm) -> AsyncIt
         model=form.model,
         chat=form.chat,
         include_usage=form.include_usage,
+        system_fingerprint=form.system_fingerprint,
     )
     seen: set[int] = set()
     try:

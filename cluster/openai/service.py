@@ -41,6 +41,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The one model of a server. name: its id in the API; root: where it came from; created: unix seconds.
 
     max_draft_len: the most drafts a step may verify, 0 without a drafter.
+    is_simulated: no model runs; every response says so.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_draft_len: int
     created: int
+    is_simulated: bool = False
 
     def card(self) -> dict[str, Any]:
         """OpenAI's model object with vLLM's additions."""
@@ -225,6 +227,7 @@ class OpenAIService:
             return_token_ids=bool(request.return_token_ids),
             echoes=echoes,
             format_prompt=self._prompt_format(request.prompt_logprobs),
+            system_fingerprint="simulated" if self.model.is_simulated else None,
         )
         # Every parameter is checked here, before a place is taken.
         choices = [

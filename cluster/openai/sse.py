@@ -30,11 +30,24 @@ class ChunkWriter:
         response_id, created, model: repeated in every chunk.
         chat: True for chat.completion.chunk, False for text_completion.
         include_usage: write `"usage": null` (or the usage so far) into every chunk.
+        system_fingerprint: repeated in every chunk unless None.
     """
 
-    def __init__(self, *, response_id: str, created: int, model: str, chat: bool, include_usage: bool) -> None:
+    def __init__(
+        self,
+        *,
+        response_id: str,
+        created: int,
+        model: str,
+        chat: bool,
+        include_usage: bool,
+        system_fingerprint: str | None = None,
+    ) -> None:
         kind = "chat.completion.chunk" if chat else "text_completion"
-        head = _encode({"id": response_id, "object": kind, "created": created, "model": model})
+        fields = {"id": response_id, "object": kind, "created": created, "model": model}
+        if system_fingerprint is not None:
+            fields["system_fingerprint"] = system_fingerprint
+        head = _encode(fields)
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._chat = chat
         self._include_usage = include_usage

@@ -20,8 +20,8 @@ def check_attention_backend(backend: AttentionBackend, device: str, machine: Mac
     if backend != "TRTLLM":
         return
     required = "DFlash TRTLLM attention backend is unavailable: requires SM100 or SM103"
-    if device == "cpu" or machine.accelerator is None:
-        raise ValueError(f"{_FIELD}: {required}, got device 'cpu'. Use VANILLA, the reference attention there.")
+    if device != "cuda" or machine.accelerator is None:
+        raise ValueError(f"{_FIELD}: {required}, got device {device!r}. Use VANILLA, the reference attention there.")
     if machine.accelerator.compute_capability not in _TRTLLM_CAPABILITIES:
         raise ValueError(f"{_FIELD}: {required}, got {machine.accelerator.sm}.")
     if importlib.util.find_spec("flashinfer") is None:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from engine.config.attention_backend import AttentionBackend
 from engine.config.model import DrafterConfig, TargetConfig
+from engine.simulated.profile import Simulation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class EngineConfig:
     load_format: str = "auto"
     drafter_load_format: str = "auto"
     dtype: Literal["float32", "bfloat16"]
-    device: Literal["cpu", "cuda"]
+    device: Literal["cpu", "cuda", "simulated"]
     num_threads: int
     tensor_parallel_size: int
     drafter_tensor_parallel: bool
@@ -59,6 +60,7 @@ class EngineConfig:
     enable_penalty: bool = False
     enable_top_k: bool = True
     enable_top_p: bool = True
+    simulation: Simulation | None = None  # of device "simulated", and only there
     debug_checks: bool = False
     context_bucket: int = 64  # attention lengths are padded to its multiples, so that shapes repeat
 

@@ -4,8 +4,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
 
@@ -33,9 +31,10 @@ class Machine:
     accelerator: Accelerator | None
 
 
-def probe_machine() -> Machine:
-    """Facts of this process's machine, container limits included."""
-    return Machine(cores=_physical_cores(), memory_bytes=_memory_bytes(), accelerator=_first_gpu())
+def probe_machine(*, with_accelerator: bool = True) -> Machine:
+    """Facts of this process's machine, container limits included. Looking for an accelerator imports torch."""
+    accelerator = _first_gpu() if with_accelerator else None
+    return Machine(cores=_physical_cores(), memory_bytes=_memory_bytes(), accelerator=accelerator)
 
 
 def _physical_cores() -> int:
@@ -73,6 +72,8 @@ def _read(path: Path) -> str:
 
 
 def _first_gpu() -> Accelerator | None:
+    import torch
+
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

@@ -16,7 +16,7 @@ from engine.config.draft_lengths import check_max_draft_len, resolve_choices, re
 from engine.config.engine import EngineConfig
 from engine.config.machine import Machine, probe_machine
 from engine.config.model import DrafterConfig, TargetConfig, parse_drafter_config, parse_target_config
-from engine.layers.cpu_jit import unavailable_reason
+from engine.simulated.profile import SimulationOptions, load_simulation
 from engine.weights.checkpoint import checkpoint_dtype, checkpoint_identity, count_parameters
 from engine.weights.progress import Progress
 from engine.weights.source import fetch
@@ -51,6 +51,7 @@ def resolve_engine_config(
     draft_len_choices: Sequence[int] | None = None,
     decode_programs: str | None = None,
     synthetic_acceptance_length: float | None = None,
+    simulation: SimulationOptions | None = None,
     load_format: str = "auto",
     debug_checks: bool = False,
     machine: Machine | None = None,
@@ -68,12 +69,14 @@ def resolve_engine_config(
     draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len. decode_programs: default "graphs" on CUDA, "eager"
     on the CPU (see EngineConfig). synthetic_acceptance_length: for benchmarks alone: drafts are accepted by decree, so
     the output means nothing.
+    simulation: of device "simulated", which needs no weights: a local source may be a directory with config.json and
+    a tokenizer alone.
     machine: facts to size things by, default those of this process.
 
     Raises:
         ValueError: an option, a combination or a checkpoint that cannot be served; the message names the field.
     """
-    found = machine or probe_machine()
+    found = machine or probe_machine(with_accelerator=device != "simulated")
     _check_options(
         dtype=dtype,
         device=device,
@@ -97,7 +100,11 @@ def resolve_engine_config(
     elif draft_len_choices is not None:
         raise ValueError("draft_len_choices: has no effect without speculative_config; leave it out")
 
-    model_dir = fetch(model, revision=revision, progress=progress)
+    if (simulation is not None) != (device == "simulated"):
+        raise ValueError("simulation: device 'simulated' needs it, and no other device takes it")
+    needs_weights = device != "simulated"
+
+    model_dir = fetch(model, revision=revision, progress=progress, needs_weights=needs_weights)
     target = parse_target_config(str(model_dir))
     resolved_dtype = _resolve_dtype(dtype, model_dir)
     resolved_len = _resolve_max_model_len(max_model_len, target)
@@ -106,7 +113,7 @@ def resolve_engine_config(
     choices: tuple[int, ...] = (0,)
     schedule: tuple[tuple[int, int], ...] = ()
     if speculative_config is not None:
-        drafter_dir, drafter = _read_drafter(speculative_config, target, progress)
+        drafter_dir, drafter = _read_drafter(speculative_config, target, progress, needs_weights=needs_weights)
         assert speculative_config.max_draft_len is not None
         check_max_draft_len(speculative_config.max_draft_len, drafter.block_size)
         choices = resolve_choices(speculative_config.max_draft_len, draft_len_choices)
@@ -130,7 +137,7 @@ def resolve_engine_config(
         load_format=load_format,
         drafter_load_format=(speculative_config and speculative_config.load_format) or "auto",
         dtype=resolved_dtype,
-        device=cast(Literal["cpu", "cuda"], device),
+        device=cast(Literal["cpu", "cuda", "simulated"], device),
         num_threads=threads or max(1, found.cores // tensor_parallel_size),
         tensor_parallel_size=tensor_parallel_size,
         drafter_tensor_parallel=drafter_tensor_parallel,
@@ -155,6 +162,9 @@ def resolve_engine_config(
         enable_penalty=speculative_config is None or speculative_config.enable_penalty,
         enable_top_k=mode not in (AdvancedSamplingMode.NO_TOPK, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
         enable_top_p=mode not in (AdvancedSamplingMode.NO_TOPP, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
+        simulation=None
+        if simulation is None
+        else load_simulation(simulation, max_num_seqs=max_num_seqs, draft_len_choices=choices),
         debug_checks=debug_checks,
     )
     num_parameters = count_parameters(model_dir) + (count_parameters(drafter_dir) if drafter_dir else 0)
@@ -179,7 +189,7 @@ def _check_options(
     machine: Machine,
 ) -> None:
     _one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
-    _one_of("device", device, ("cpu", "cuda"))
+    _one_of("device", device, ("cpu", "cuda", "simulated"))
     _one_of("hidden_state_gather", hidden_state_gather, ("taps", "fused"))
     _one_of("drafter_weights", drafter_weights, ("auto", "model", "int8"))
     _one_of("load_format", load_format, _LOAD_FORMATS)
@@ -203,6 +213,8 @@ def _resolve_drafter_weights(
     elif dtype != "bfloat16":
         obstacle = f"8-bit weights need dtype 'bfloat16', not '{dtype}'"
     else:
+        from engine.layers.cpu_jit import unavailable_reason  # imports torch, which a simulated device does not need
+
         obstacle = unavailable_reason()
     if asked == "int8" and obstacle is not None:
         raise ValueError(f"drafter_weights: 'int8' cannot be had: {obstacle}; use 'auto' or 'model'")
@@ -305,11 +317,11 @@ def _resolve_decode_programs(
 
 
 def _read_drafter(
-    config: DFlashDecodingConfig, target: TargetConfig, progress: Progress | None
+    config: DFlashDecodingConfig, target: TargetConfig, progress: Progress | None, *, needs_weights: bool
 ) -> tuple[Path, DrafterConfig]:
     assert config.speculative_model is not None
     try:
-        directory = fetch(config.speculative_model, progress=progress)
+        directory = fetch(config.speculative_model, progress=progress, needs_weights=needs_weights)
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_model: {error}") from error
     drafter = parse_drafter_config(

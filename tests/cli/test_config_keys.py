@@ -7,6 +7,9 @@ import pytest
 
 from cluster.config import ConfigError, parse_config
 from cluster.config_reference import keys
+from tests.conftest import REPO_ROOT
+
+SIM_DIR = REPO_ROOT / "configs" / "sim"
 
 
 def problems(data: object) -> tuple[str, ...]:
@@ -20,6 +23,10 @@ def with_key(path: str, value: Any) -> dict[str, Any]:
     config: dict[str, Any] = {"model": {"source": "owner/model"}}
     if path.startswith("deployment.autoscaling."):
         config["deployment"] = {"autoscaling": {"max_replicas": 2}}
+    if path.startswith("simulation."):
+        config["engine"] = {"device": "simulated"}
+        config["simulation"] = {"steps": str(SIM_DIR / "steps" / "cpu2-smollm2-135m.yaml")}
+        config["simulation"]["acceptance"] = str(SIM_DIR / "acceptance" / "easy-and-hard.yaml")
     *sections, name = path.split(".")
     target = config
     for section in sections:
@@ -120,7 +127,7 @@ WRONG = [
         "FLASH",
         "speculative_config.attention_backend: input should be 'VANILLA' or 'TRTLLM', got 'FLASH'",
     ),
-    ("engine.device", "tpu", "engine.device: input should be 'cpu' or 'cuda', got 'tpu'"),
+    ("engine.device", "tpu", "engine.device: input should be 'cpu', 'cuda' or 'simulated', got 'tpu'"),
     ("engine.threads", 0, "engine.threads: input should be greater than or equal to 1, got 0"),
     (
         "engine.tensor_parallel_size",
@@ -150,6 +157,9 @@ WRONG = [
     ("engine.drafter_weights", 8, "engine.drafter_weights: input should be 'auto', 'model' or 'int8', got 8"),
     ("engine.drafter_tensor_parallel", 1, "engine.drafter_tensor_parallel: input should be a valid boolean, got 1"),
     ("engine.pipeline_depth", 2, "engine.pipeline_depth: input should be less than or equal to 1, got 2"),
+    ("simulation.steps", "none.yaml", "simulation.steps: no such file: /none.yaml"),
+    ("simulation.acceptance", "none.yaml", "simulation.acceptance: no such file: /none.yaml"),
+    ("simulation.speed", 0, "simulation.speed: input should be greater than 0, got 0"),
     ("deployment.app", "a b", "deployment.app: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_-]*$', got 'a b'"),
     (
         "deployment.route_prefix",
@@ -212,6 +222,14 @@ def test_wrong_value_is_refused_with_its_path(path: str, value: Any, message: st
 
 def test_every_key_has_a_case() -> None:
     assert [key.path for key in keys()] == [case[0] for case in WRONG]
+
+
+def test_a_simulation_and_a_simulated_device_need_each_other() -> None:
+    files = with_key("simulation.speed", 2.0)
+    assert parse_config(files, base_dir=Path("/")).is_simulated
+    assert problems({**files, "engine": {}}) == ("simulation: only applies with engine.device: simulated; remove it",)
+    del files["simulation"]
+    assert problems(files) == ("engine.device: simulated needs the section simulation: steps and acceptance",)
 
 
 @pytest.mark.parametrize("key", ["cpus", "drain_s", "stall_timeout_s"])

@@ -60,7 +60,8 @@ def test_show_prints_a_config_that_checks(tmp_path: Path, smollm2_config_file: P
 
 def test_schema_is_json_and_a_table() -> None:
     schema = json.loads(CliRunner().invoke(app, ["config", "schema"]).stdout)
-    assert set(schema["properties"]) == {"model", "speculative_config", "engine", "deployment", "controller", "http"}
+    sections = {"model", "speculative_config", "engine", "simulation", "deployment", "controller", "http"}
+    assert set(schema["properties"]) == sections
     table = CliRunner().invoke(app, ["config", "schema", "--markdown"]).stdout
     assert table.count("\n") == len(keys()) + 2
 

@@ -205,7 +205,13 @@ class ApiServer:
     """The app under uvicorn in a thread, with the parts a test turns. engine: a scripted one unless given."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, max_num_seqs: int = 4, queue_limit: int = 60, engine: Any = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_num_seqs: int = 4,
+        queue_limit: int = 60,
+        engine: Any = None,
+        is_simulated: bool = False,
     ) -> None:
         self.engine = FakeEngine(tokenizer) if engine is None else engine
         self.tokenizer = tokenizer
@@ -222,6 +228,7 @@ class ApiServer:
                 vocab_size=tokenizer.vocab_size,
                 max_draft_len=MAX_DRAFT_LEN,
                 created=1_700_000_000,
+                is_simulated=is_simulated,
             ),
             admission=self.admission,
             observer=self.metrics,

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.attention.kv_cache_tensors import KvCache, bytes_per_block
+from engine.attention.kv_cache_tensors import KvCache
+from engine.kv_cache.block_bytes import bytes_per_block
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup

@@ -168,7 +168,7 @@ def test_given_values_arrive(target: Path, drafter: Path) -> None:
     ("options", "message"),
     [
         ({"dtype": "float16"}, "dtype: must be one of auto, float32, bfloat16, got 'float16'"),
-        ({"device": "tpu"}, "device: must be one of cpu, cuda, got 'tpu'"),
+        ({"device": "tpu"}, "device: must be one of cpu, cuda, simulated, got 'tpu'"),
         ({"device": "cuda"}, "device: 'cuda' needs an NVIDIA GPU and a CUDA build of torch, and none is visible"),
         ({"drafter_weights": "int4"}, "drafter_weights: must be one of auto, model, int8, got 'int4'"),
         ({"hidden_state_gather": "both"}, "hidden_state_gather: must be one of taps, fused, got 'both'"),
