@@ -72,6 +72,7 @@ class LLM:
         try:
             init_method = self._start_followers()
             self._rank = make_rank(self.config, rank=0, init_method=init_method)
+            self.config = self._rank.config
             if self._ring is not None:
                 self._ring.wait_attached(_FOLLOWER_START_S)
         except BaseException:

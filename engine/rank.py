@@ -17,6 +17,7 @@ from engine.config.engine import EngineConfig
 from engine.parallel.plan_ring import PlanReader, PlanRingClosed
 from engine.parallel.tp_group import TpGroup
 from engine.rank_factory import make_rank
+from engine.runner.memory_probe import measured_config
 from engine.runner.runner import ModelRunner
 from engine.step import StepPlan
 from engine.weights.loader import load_drafter, load_target
@@ -37,7 +38,8 @@ class FollowerSpec:
 class EngineRank:
     """Loads one rank. init_method: torch.distributed rendezvous, e.g. "tcp://127.0.0.1:29500"; None at size 1.
 
-    progress: called with a short phase name as start-up proceeds.
+    progress: called with a short phase name as start-up proceeds. `config` afterwards: the one given, its KV blocks
+    measured where it left them open.
 
     Raises:
         ValueError: a checkpoint that does not fit its config (names the tensor and the shapes).
@@ -73,6 +75,9 @@ class EngineRank:
         if config.drafter is not None:
             say("loading the drafter")
             drafter = load_drafter(config, self.tp)
+        if config.num_blocks == 0:
+            say("measuring the GPU's memory")
+            config = self.config = measured_config(config, target=target, drafter=drafter, tp=self.tp, device=device)
         say("allocating the KV cache")
         self.runner = ModelRunner(
             config=config,

@@ -1,7 +1,6 @@
 """How many KV blocks an engine gets, and whether they and the weights fit the memory."""
 
 import logging
-import math
 from dataclasses import replace
 
 from engine.config.engine import EngineConfig
@@ -13,9 +12,8 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 # Without a stated size a CPU engine takes what its requests can use, up to this.
 DEFAULT_CPU_CACHE_BYTES = GIB
-# Without a stated size a GPU engine takes this share of the memory, less the weights and the workspace.
+# Without a stated size a GPU engine measures what is free, and leaves the rest of this share to others.
 DEFAULT_GPU_SHARE = 0.9
-GPU_WORKSPACE_BYTES = 2 * GIB
 PENALTY_BYTES = 5  # per slot and vocabulary id: an int32 count of the output and whether the prompt has it
 
 
@@ -32,6 +30,8 @@ def with_blocks(
     num_blocks, kv_cache_memory_bytes: the user's size, per rank; at most one of them.
     num_parameters: of both models.
 
+    A GPU engine without a given size is left at 0 blocks: it measures its memory when it starts.
+
     Raises:
         ValueError: a cache that cannot hold one request of max_model_len, or that does not fit the memory beside the
             weights; the message shows the arithmetic.
@@ -43,8 +43,12 @@ def with_blocks(
         name, blocks = "num_blocks", num_blocks
     elif kv_cache_memory_bytes is not None:
         name, blocks = "kv_cache_memory_bytes", kv_cache_memory_bytes // block_bytes
+    elif config.device != "cuda":
+        name, blocks = "num_blocks", _default_blocks(config, block_bytes)
     else:
-        name, blocks = "num_blocks", _default_blocks(config, block_bytes, num_parameters, machine)
+        # Whether one request fits beside the weights is clear already.
+        _check_memory(config, "num_blocks", config.max_blocks_per_seq + 1, block_bytes, num_parameters, machine)
+        return config
     _check_one_request(config, name, blocks, block_bytes)
     if config.device != "simulated":  # there the size is a number and nothing is allocated
         _check_memory(config, name, blocks, block_bytes, num_parameters, machine)
@@ -66,18 +70,41 @@ def penalty_workspace_bytes(config: EngineConfig) -> int:
     return (config.max_num_seqs + 1) * padded_vocab * PENALTY_BYTES
 
 
-def _default_blocks(config: EngineConfig, block_bytes: int, num_parameters: int, machine: Machine) -> int:
+def check_measured_blocks(
+    config: EngineConfig, blocks: int, total_bytes: int, taken_bytes: int, reserved_bytes: int
+) -> None:
+    """Raises ValueError unless one request fits into the blocks that a GPU's memory leaves.
+
+    total_bytes: the GPU's. taken_bytes: by weights, libraries and other processes. reserved_bytes: for activations,
+    recorded programs, and the share that stays free.
+    """
+    needed = config.max_blocks_per_seq + 1
+    block_bytes = bytes_per_block(config)
+    left = total_bytes - taken_bytes - reserved_bytes
+    logger.info(
+        "KV cache: %s of GPU memory - %s taken - %s for activations, programs and reserve = %s: %d blocks of %d tokens",
+        _size(total_bytes),
+        _size(taken_bytes),
+        _size(reserved_bytes),
+        _size(left),
+        blocks,
+        config.block_size,
+    )
+    if blocks < needed:
+        raise ValueError(
+            f"max_model_len: one request of {config.max_model_len} tokens needs {needed} blocks x {block_bytes} bytes "
+            f"= {_size(needed * block_bytes)} of KV cache, but {_size(total_bytes)} of GPU memory - "
+            f"{_size(taken_bytes)} taken (weights, libraries, other processes) - {_size(reserved_bytes)} for "
+            f"activations, recorded programs and a reserve leave {_size(left)}. Lower max_model_len, max_num_seqs or "
+            "max_num_batched_tokens"
+        )
+
+
+def _default_blocks(config: EngineConfig, block_bytes: int) -> int:
     usable = config.max_num_seqs * config.max_blocks_per_seq + 1
     if config.device == "simulated":
         return usable
-    if config.device == "cpu":
-        affordable = DEFAULT_CPU_CACHE_BYTES // block_bytes
-    else:
-        assert machine.accelerator is not None
-        shared = weight_bytes(config, num_parameters) + penalty_workspace_bytes(config)
-        per_rank = shared / config.tensor_parallel_size
-        free = machine.accelerator.memory_bytes * DEFAULT_GPU_SHARE - per_rank - GPU_WORKSPACE_BYTES
-        affordable = max(0, math.floor(free / block_bytes))
+    affordable = DEFAULT_CPU_CACHE_BYTES // block_bytes
     # One request of full length is the least that works, even above the default size.
     return min(usable, max(affordable, config.max_blocks_per_seq + 1))
 
@@ -122,4 +149,4 @@ def _check_memory(
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 8 else f"{num_bytes / (1 << 20):.2f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= GIB // 8 else f"{num_bytes / (1 << 20):.2f} MiB"

@@ -15,7 +15,7 @@ class EngineConfig:
     max_draft_len:   K's upper limit, 0 without a drafter.
     draft_len_choices: the declared program widths, ascending, containing 0 and max_draft_len.
     draft_len_schedule: ((batch size upper bound inclusive, K), ...) ascending; above the last key K = 0.
-    num_blocks:      KV blocks including the null block 0.
+    num_blocks:      KV blocks including the null block 0; 0: a GPU engine measures its memory (see `engine.rank`).
     load_format, drafter_load_format: auto, safetensors, or dummy (random weights, for measurements without a
         checkpoint; only in a config made by hand, such as for `LLM.from_config`: the resolver refuses it).
     drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only).

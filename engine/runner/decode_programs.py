@@ -138,6 +138,7 @@ class _DecodePair:
 class DecodePrograms:
     """All pairs of one engine, and the buffers they share.
 
+    only_pairs: the (rows, width) to record, all by default.
     upload: where each step's numbers arrive. results: int32, rows as `pack` makes them, one behind the other.
     """
 
@@ -151,6 +152,7 @@ class DecodePrograms:
         draft_program: DecideAndDraft,
         recorder: Recorder,
         device: torch.device,
+        only_pairs: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.state, self.builder = state, builder
         self.target_program, self.draft_program = target_program, draft_program
@@ -166,6 +168,7 @@ class DecodePrograms:
             (rows, width): _DecodePair(self, rows, width)
             for rows in self._buckets
             for width in config.draft_len_choices
+            if only_pairs is None or (rows, width) in only_pairs
         }
 
     def record(self, progress: Callable[[str], None]) -> None:
@@ -177,10 +180,10 @@ class DecodePrograms:
             self._send(rows, limit=0, slots=(), entries=(), block_ids=())
             self._pairs[key].record(self._recorder)
         logger.info(
-            "Decode programs for %d batch sizes x %d draft lengths: %d pairs in %.1f s",
-            len(self._buckets),
-            len(self._pairs) // len(self._buckets),
-            len(self._pairs),
+            "Decode programs: %d, for batches up to %s rows and drafts up to %d, recorded in %.1f s",
+            len(self._pairs) * (1 + len(Variant)),
+            max(rows for rows, _ in self._pairs),
+            max(width for _, width in self._pairs),
             time.perf_counter() - started,
         )
 

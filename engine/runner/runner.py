@@ -4,7 +4,7 @@ Guard rail: only what every model and every step needs belongs here. A feature t
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,7 +59,7 @@ class ModelRunner:
     With decode programs (`config.decode_programs`) a step's decode rows and its prompt chunks run one behind the other,
     the first in programs of fixed shapes, the second in a ragged forward of its own; without, they share one forward.
 
-    progress: called with a short phase name while programs are recorded.
+    progress: called with a short phase name while programs are recorded. only_pairs: see DecodePrograms.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class ModelRunner:
         tp: TpGroup,
         device: torch.device,
         progress: Callable[[str], None] | None = None,
+        only_pairs: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.config = config
         fixed_shapes = config.decode_programs != "eager"
@@ -103,10 +104,10 @@ class ModelRunner:
         self._agreement = RankAgreement(tp, every_step=config.debug_checks)
         self._results = ResultRing(num_rows=config.max_num_seqs, num_columns=config.max_draft_len + 1, device=device)
         self._launched: deque[_Launched] = deque()
-        self._decode_programs = self._record(progress or (lambda phase: None)) if fixed_shapes else None
+        self._decode_programs = self._record(progress or (lambda phase: None), only_pairs) if fixed_shapes else None
 
     @torch.inference_mode()
-    def _record(self, progress: Callable[[str], None]) -> DecodePrograms:
+    def _record(self, progress: Callable[[str], None], only_pairs: Sequence[tuple[int, int]] | None) -> DecodePrograms:
         programs = DecodePrograms(
             config=self.config,
             state=self.state,
@@ -115,6 +116,7 @@ class ModelRunner:
             draft_program=self._draft_program,
             recorder=GraphRecorder(self._device) if self.config.decode_programs == "graphs" else Repeater(),
             device=self._device,
+            only_pairs=only_pairs,
         )
         programs.record(progress)
         return programs

@@ -359,12 +359,10 @@ def test_penalties_are_part_of_the_budget_where_they_exist(target: Path, drafter
     assert penalty_workspace_bytes(resolve(target, spec(drafter))) == 0
     asked = resolve(target, spec(drafter, enable_penalty=True), max_num_seqs=3)
     assert penalty_workspace_bytes(asked) == penalty_workspace_bytes(config)
-    # On a GPU the counts come out of what the cache would take.
-    crowded = {"device": "cuda", "machine": H200, "max_num_seqs": 100_000_000, "max_num_batched_tokens": 1 << 30}
-    without = resolve(target, spec(drafter), **crowded)
-    with_counts = resolve(target, spec(drafter, enable_penalty=True), **crowded)
-    block_bytes = 2 * (4 + 2) * 3 * 8 * 2 * 16
-    assert without.num_blocks - with_counts.num_blocks == pytest.approx(100_000_001 * 64 * 5 / block_bytes, abs=2)
+    crowded = {"device": "cuda", "machine": H200, "max_num_seqs": 1_000_000_000, "max_num_batched_tokens": 1 << 30}
+    resolve(target, spec(drafter), **crowded)
+    with pytest.raises(ValueError, match=r"weights .* \+ penalty counts 298.02 GiB \+ KV cache .* but H200 has"):
+        resolve(target, spec(drafter, enable_penalty=True), **crowded)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +393,22 @@ def test_default_cache_size_is_bounded_but_holds_one_request(tmp_path: Path) -> 
 def test_gpu_defaults(target: Path, drafter: Path) -> None:
     config = resolve(target, spec(drafter), device="cuda", machine=H200)
     assert (config.device, config.pipeline_depth) == ("cuda", 1)
-    assert config.num_blocks == 16 * 33 + 1
+    assert config.num_blocks == 0, "measured when the engine starts"
+    assert config.decode_programs == "graphs"
+    assert resolve(target, device="cuda", machine=H200, num_blocks=70).num_blocks == 70
+
+
+def test_decode_programs_follow_the_device(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve(target).decode_programs == "eager"
+    assert resolve(target, decode_programs="repeated").decode_programs == "repeated"
+    assert not caplog.records
+    assert resolve(target, device="cuda", machine=H200, debug_checks=True).decode_programs == "repeated"
+    assert resolve(target, device="cuda", machine=H200, decode_programs="eager").decode_programs == "eager"
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["decode_programs"] * 2
+    with pytest.raises(ValueError, match=r"decode_programs: 'graphs' needs device 'cuda'; use 'eager' or 'repeated'"):
+        resolve(target, decode_programs="graphs")
+    with pytest.raises(ValueError, match=r"decode_programs: must be one of graphs, repeated, eager, got 'fast'"):
+        resolve(target, decode_programs="fast")
 
 
 def test_identity_follows_the_checkpoints(target: Path, drafter: Path) -> None:
