@@ -11,9 +11,12 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from cluster.control import policy
 from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
 from cluster.control.hazards import Belief, changed_since, replica_beliefs
+from cluster.control.memory import Memory, Record
 from cluster.control.messages import (
     PROTOCOL_VERSION,
     ControlOptions,
@@ -59,6 +62,7 @@ class Replica:
     own: Schedule | None = None
     own_share: float = 0.0
     belief: Belief | None = None
+    record: Record = field(default_factory=lambda: Record(2))  # of the cluster's belief and the replica's own
     latest: Report | None = None
     verdicts: dict[int, Verdict] = field(default_factory=dict)
 
@@ -94,6 +98,7 @@ class ControlState:
         self._newest_incarnation = 0
         self._clock = TrafficClock()
         self._log: DifferenceLog | None = None
+        self._memory = Memory(width=1)
 
     @property
     def interval_s(self) -> float:
@@ -166,6 +171,9 @@ class ControlState:
             traffic_s = self._clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
             assert self._log is not None, "a replica is registered"
             self._log.add(time=traffic_s, replica=replica.number, cells=cells)
+            counts = (self._log.at_risk_PW[-1], self._log.accepted_PW[-1])
+            self._memory.add(traffic_s, *counts)
+            replica.record.judge(traffic_s, *counts)
             self.line_of(replica).times.served(cells, now=traffic_s)
         self._settle_epoch(now)
         return self._reply(replica)
@@ -235,15 +243,19 @@ class ControlState:
         if changed_at is not None:
             log.forget_before(changed_at)
             weights = log.weights(self._clock.seconds)
-        self.belief = Belief.from_reports(log.at_risk_PW, log.accepted_PW, weights)
+            self._memory.changed(changed_at)
+        self.belief = self._memory.believe(self._clock.seconds)
         beliefs = replica_beliefs(self.belief, log.at_risk_PW, log.accepted_PW, weights, log.replicas_P)
         for replica in self.replicas.values():
             replica.belief, replica.own_share = beliefs.get(replica.number, (self.belief, 0.0))
+            hazards = np.stack([self.belief.hazards, replica.belief.hazards])
+            replica.record.predict(self._clock.seconds, hazards)
 
     def _correct(self, replica: Replica, now: float) -> None:
         """Lets a replica whose traffic is its own have a line of its own, and takes that back."""
         line = self.line_of(replica)
-        share = replica.own_share if self.options.corrects_replicas else 0.0
+        may = self.options.corrects_replicas and replica.record.is_better(1)
+        share = replica.own_share if may else 0.0
         if share < (_OWN_SHARE if replica.own is None else _SHARED_SHARE):
             replica.own, replica.verdicts = None, {}
             return
@@ -338,6 +350,7 @@ class ControlState:
         if self._log is None:
             self._log = DifferenceLog(width=width)
         self._log.widen(width)
+        self._memory.widen(width)
         key = line_key(registration)
         if key not in self.lines:
             entries = schedule_entries(registration.static_schedule, registration.max_num_seqs, registration.draft_lens)

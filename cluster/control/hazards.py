@@ -64,17 +64,29 @@ class Belief:
         return cls(hazards, covariance, expected_tokens(hazards), token_gradients(hazards))
 
     @classmethod
-    def from_reports(cls, at_risk_PW: np.ndarray, accepted_PW: np.ndarray, weights_P: np.ndarray) -> Self:
+    def from_reports(
+        cls,
+        at_risk_PW: np.ndarray,
+        accepted_PW: np.ndarray,
+        weights_P: np.ndarray,
+        *,
+        blocks_P: np.ndarray | None = None,
+    ) -> Self:
         """The cluster's belief.
 
         The covariance comes from how much reports differ beyond what chance within them explains (requests are not
-        alike, and a report sees few of them), and is never below what chance alone gives.
+        alike, and a report sees few of them), and is never below what chance alone gives. blocks_P: monotonic numbers
+        of blocks, of which the reports are not independent; default: every report is a block.
         """
         rows, accepted = weights_P @ at_risk_PW, weights_P @ accepted_PW
         hazards = smoothed_hazards(rows, accepted)
         residuals = (accepted_PW - hazards * at_risk_PW) * weights_P[:, None] / (rows + _PSEUDO_ROWS)
-        num_reports = weights_P.sum() ** 2 / max(weights_P @ weights_P, 1e-12)
-        between = residuals.T @ residuals * _small_sample(num_reports)
+        block_weights = weights_P
+        if blocks_P is not None:
+            starts = np.flatnonzero(np.diff(blocks_P, prepend=blocks_P[0] - 1))
+            residuals, block_weights = np.add.reduceat(residuals, starts), np.add.reduceat(weights_P, starts)
+        num_blocks = block_weights.sum() ** 2 / max(block_weights @ block_weights, 1e-12)
+        between = residuals.T @ residuals * _small_sample(num_blocks)
         squared = (weights_P * weights_P) @ at_risk_PW
         effective = np.divide(rows * rows, squared, out=np.zeros_like(rows), where=squared > 0) + _PSEUDO_ROWS
         chance = hazards * (1.0 - hazards) / effective

@@ -1,0 +1,120 @@
+"""`Memory`: how far back to look. The cluster's belief, from counts by the second and the memory that has proved best.
+
+One memory is too short for a trickle of requests, whose chance composition it would chase, and too long for traffic
+that has just changed. So several are kept side by side: all since the last detected change, and fading ones. The first
+is used, unless another one has predicted the counts of seconds still to come clearly better: where traffic swings
+faster than draft lengths can follow, that is a long one, which sees the average.
+
+Shapes: P seconds with traffic, M memories, W positions. Times are seconds on the traffic clock.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from cluster.control.hazards import Belief, smoothed_hazards
+
+_HALF_LIVES_S = (5.0, 20.0, 80.0, 320.0)
+_SINCE_CHANGE_HALF_LIFE_S = 320.0
+_KEPT_S = 1280
+_AHEAD_S = 4.0  # a prediction counts from so much later on, about when a change that follows from it would take effect
+_RECORD_HALF_LIFE_S = 60.0
+_BETTER = 0.002  # relative difference of the records at which a fading memory is preferred
+_BLOCK_S = 8.0  # counts of neighbouring seconds come from the same requests
+
+
+class Record:
+    """How well several beliefs predicted what came later; lower is better, and old proofs fade."""
+
+    def __init__(self, num_beliefs: int) -> None:
+        self.losses_M = np.zeros(num_beliefs)
+        self._predictions: deque[tuple[float, np.ndarray]] = deque()
+        self._judged_at = 0.0
+
+    def predict(self, now: float, hazards_MW: np.ndarray) -> None:
+        """What the beliefs say now."""
+        if self._predictions and hazards_MW.shape != self._predictions[-1][1].shape:
+            self._predictions.clear()
+        self._predictions.append((now, hazards_MW))
+
+    def judge(self, time: float, at_risk_W: np.ndarray, accepted_W: np.ndarray) -> None:
+        """Counts of about `time`, not before the last ones: how unlikely each belief held them well before."""
+        made_by = time - _AHEAD_S
+        while len(self._predictions) > 1 and self._predictions[1][0] <= made_by:
+            self._predictions.popleft()
+        if not self._predictions or self._predictions[0][0] > made_by:
+            return
+        hazards_MW = np.clip(self._predictions[0][1], 0.005, 0.995)
+        loss_M = -(np.log(hazards_MW) @ accepted_W + np.log1p(-hazards_MW) @ (at_risk_W - accepted_W))
+        self.losses_M = self.losses_M * 2.0 ** ((self._judged_at - time) / _RECORD_HALF_LIFE_S) + loss_M
+        self._judged_at = time
+
+    def is_better(self, index: int) -> bool:
+        """Whether a belief has predicted clearly better than the first."""
+        return bool(self.losses_M[index] < (1.0 - _BETTER) * self.losses_M[0])
+
+
+class Memory:
+    """Counts of the whole cluster by the second, and the record of each memory's predictions."""
+
+    def __init__(self, *, width: int) -> None:
+        self.width = width
+        self._times: deque[int] = deque(maxlen=_KEPT_S)
+        self._counts: deque[np.ndarray] = deque(maxlen=_KEPT_S)
+        self._num_judged = 0  # seconds on record, of all there have been
+        self._num_seconds = 0
+        self._changed_at = -np.inf
+        self._record = Record(1 + len(_HALF_LIVES_S))
+        self.chosen = 0
+
+    def widen(self, width: int) -> None:
+        """Makes room for more positions."""
+        if width > self.width:
+            more = ((0, 0), (0, width - self.width))
+            self._counts = deque((np.pad(counts, more) for counts in self._counts), maxlen=_KEPT_S)
+            self.width = width
+
+    def add(self, time: float, at_risk_W: np.ndarray, accepted_W: np.ndarray) -> None:
+        """Counts that arrived at `time`, which never runs backwards."""
+        second = int(time)
+        if not self._times or self._times[-1] != second:
+            self._times.append(second)
+            self._counts.append(np.zeros((2, self.width)))
+            self._num_seconds += 1
+        self._counts[-1][0] += at_risk_W
+        self._counts[-1][1] += accepted_W
+
+    def changed(self, time: float) -> None:
+        """The traffic was found to be another one since `time`."""
+        self._changed_at = max(self._changed_at, time)
+
+    def believe(self, now: float) -> Belief:
+        """The belief of the memory in use. There must be counts."""
+        times_P, counts_P2W = np.array(self._times, dtype=np.float64), np.array(self._counts)
+        self._judge_seconds(now)
+        ages_P = now - times_P
+        weights_MP = np.exp2(-ages_P / np.array([_SINCE_CHANGE_HALF_LIFE_S, *_HALF_LIVES_S])[:, None])
+        is_since_P = times_P >= np.floor(self._changed_at)
+        if is_since_P.any():
+            weights_MP[0] *= is_since_P
+        else:
+            weights_MP[0] = weights_MP[1]
+        sums_M2W = np.tensordot(weights_MP, counts_P2W, axes=1)
+        hazards_MW = smoothed_hazards(sums_M2W[:, 0], sums_M2W[:, 1])
+        self._record.predict(now, hazards_MW)
+        best = int(self._record.losses_M.argmin())
+        self.chosen = best if self._record.is_better(best) else 0
+        weights_P = weights_MP[self.chosen]
+        used = weights_P > 0
+        span = times_P[-1] - times_P[used][0] + 1.0
+        blocks_P = (ages_P[used] // min(max(span / 8.0, 1.0), _BLOCK_S)).astype(np.int64)
+        return Belief.from_reports(counts_P2W[used, 0], counts_P2W[used, 1], weights_P[used], blocks_P=blocks_P)
+
+    def _judge_seconds(self, now: float) -> None:
+        """Puts the seconds that are over on record."""
+        first = self._num_seconds - len(self._times)
+        num_over = self._num_seconds - (self._times[-1] == int(now))
+        for number in range(max(self._num_judged, first), num_over):
+            at_risk_W, accepted_W = self._counts[number - first]
+            self._record.judge(self._times[number - first] + 1.0, at_risk_W, accepted_W)
+        self._num_judged = max(self._num_judged, num_over)

@@ -1,0 +1,79 @@
+"""How far back the controller looks: as long as traffic stays, anew when it changes, at the average when it swings."""
+
+import numpy as np
+import pytest
+
+from cluster.control.memory import Memory, Record
+
+EASY, HARD = 0.9, 0.5
+
+
+def counts(rng: np.random.Generator, hazard: float, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that draft two tokens."""
+    first = rng.binomial(rows, hazard)
+    return np.array([rows, first]), np.array([first, rng.binomial(first, hazard)])
+
+
+def run(memory: Memory, rng: np.random.Generator, hazards: list[float], *, start: int, rows: int = 500) -> np.ndarray:
+    """One count and one belief a second; the first hazard believed after each."""
+    believed = []
+    for second, hazard in enumerate(hazards, start):
+        memory.add(second + 0.5, *counts(rng, hazard, rows))
+        believed.append(memory.believe(second + 0.6).hazards[0])
+    return np.array(believed)
+
+
+def test_a_detected_change_is_followed_at_once_by_the_memory_that_starts_there() -> None:
+    memory, rng = Memory(width=2), np.random.default_rng(1)
+    run(memory, rng, [EASY] * 120, start=0)
+    memory.changed(120.0)
+    believed = run(memory, rng, [HARD] * 30, start=120)
+    assert believed == pytest.approx(HARD, abs=0.06)
+    assert memory.chosen == 0
+
+
+def test_a_change_that_nobody_detected_is_followed_by_a_short_memory() -> None:
+    memory, rng = Memory(width=2), np.random.default_rng(2)
+    run(memory, rng, [EASY] * 120, start=0)
+    assert run(memory, rng, [HARD] * 30, start=120)[-1] == pytest.approx(HARD, abs=0.06)
+    assert memory.chosen != 0
+
+
+def test_a_swing_faster_than_decisions_is_averaged_though_it_is_detected_each_time() -> None:
+    memory, rng = Memory(width=2), np.random.default_rng(3)
+    for start in range(0, 100, 5):
+        memory.changed(float(start))
+        believed = run(memory, rng, [EASY if start % 10 else HARD] * 5, start=start)
+    assert believed == pytest.approx((EASY + HARD) / 2, abs=0.08)
+    assert memory.chosen != 0
+
+
+def test_chance_in_a_trickle_is_not_chased() -> None:
+    memory, rng = Memory(width=2), np.random.default_rng(4)
+    hazards = rng.uniform(0.4, 0.9, size=100).repeat(4).tolist()  # one request after the other, each its own hazard
+    for start in range(0, 400, 8):
+        memory.changed(float(start))  # and every other one is taken for a change
+        believed = run(memory, rng, hazards[start : start + 8], start=start, rows=40)
+    assert believed == pytest.approx(0.65, abs=0.08)
+
+
+def test_neighbouring_seconds_of_the_same_requests_do_not_feign_certainty() -> None:
+    rng = np.random.default_rng(5)
+    spreads = []
+    for lasting in (1, 8):
+        memory = Memory(width=2)
+        run(memory, rng, rng.uniform(0.4, 0.9, size=160 // lasting).repeat(lasting).tolist(), start=0)
+        spreads.append(memory.believe(160.0).log_ratio_deviation(2, 0))
+    assert spreads[1] > 1.5 * spreads[0]
+
+
+def test_a_record_judges_by_predictions_made_well_before() -> None:
+    record = Record(2)
+    record.predict(0.0, np.array([[0.5], [0.9]]))
+    record.judge(3.0, np.array([10]), np.array([9]))
+    assert not record.losses_M.any()  # too fresh
+    record.predict(3.5, np.array([[0.9], [0.5]]))
+    record.judge(4.5, np.array([10]), np.array([9]))
+    by_hand = -(9 * np.log([0.5, 0.9]) + np.log([0.5, 0.1]))
+    assert record.losses_M == pytest.approx(by_hand)
+    assert record.is_better(1) and not record.is_better(0)
