@@ -9,11 +9,24 @@ import torch
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 from tests.toy import make_drafter, make_target
 
-PROMPTS = [list(range(40, 52)), list(range(90, 121)), [7, 8, 9]]
+PROMPTS = [list(range(40, 52)), list(range(90, 121)), [7, 8, 9], list(range(20, 45))]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=3),
     SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True, logprobs=0, min_tokens=4, stop_token_ids=[5]),
+    SamplingParams(
+        temperature=0.8,
+        seed=4,
+        max_tokens=20,
+        ignore_eos=True,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        logit_bias={9: 2.0, 300: -3.0},
+        allowed_token_ids=list(range(300)),
+        bad_words=["a", "bc", "def"],
+        prompt_logprobs=1,
+    ),
 ]
 
 
@@ -28,7 +41,7 @@ def build(models, **options) -> LLM:
     target, drafter = models
     return LLM(
         str(target),
-        speculative_config=DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter)),
+        speculative_config=DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter), enable_penalty=True),
         dtype="float32",
         max_model_len=96,
         max_num_seqs=4,
@@ -57,7 +70,7 @@ def test_results_carry_their_times_and_choices_their_own_seeds(models):
     last = SamplingParams(temperature=1.0, max_tokens=8, seed=2**63 - 1, n=2, ignore_eos=True)
     with build(models) as llm:
         started = time.perf_counter()
-        short, long, twice = llm.generate(PROMPTS, [*params, last])
+        short, long, twice = llm.generate(PROMPTS[:3], [*params, last])
         elapsed = time.perf_counter() - started
         for result in (short, long, twice):
             assert 0 < result.metrics.time_to_first_token_s <= result.metrics.duration_s < elapsed
