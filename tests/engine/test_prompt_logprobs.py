@@ -51,14 +51,13 @@ def assert_scored(model: torch.nn.Module, prompt: list[int], entries: Any, num_t
         assert list(entry.top_logprobs) == pytest.approx([] if best is None else best.values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("programs", ["eager", "repeated"])
+@pytest.mark.parametrize(("depth", "programs"), [(0, "eager"), (1, "repeated")])
 def test_equal_to_transformers_in_mixed_batches(models, reference, depth, programs, monkeypatch):
     """Chunks of any length, head calls of five rows, neighbours that decode; asked for twice, the cache is not read."""
     monkeypatch.setattr(prompt_scores, "_MAX_LOGITS", 5 * 320)
     texts = prompts(1)
     params = [SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=n, logprobs=1) for n in (2, 0, None, 4, 1)]
-    with engine(models, pipeline_depth=depth, decode_programs=programs) as llm:
+    with engine(models, pipeline_depth=depth, decode_programs=programs, draft_len_choices=[0, 7]) as llm:
         first = llm.generate(texts, params)
         again = llm.generate(texts, params)
         plain = llm.generate(texts[0], SamplingParams(max_tokens=1))[0]
@@ -75,12 +74,11 @@ def test_equal_to_transformers_in_mixed_batches(models, reference, depth, progra
     assert plain.metrics.num_cached_tokens == 32, "scored prompts enter the cache for others"
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_preempted_prompt_is_scored_once(models, reference, depth):
+def test_a_preempted_prompt_is_scored_once(models, reference):
     """A request that loses its blocks, while it decodes or between two chunks of its prompt, repeats nothing."""
     texts = [(text * 40)[:40] for text in prompts(2)]
     params = [SamplingParams(temperature=0.0, max_tokens=40, prompt_logprobs=1, ignore_eos=True)] * len(texts)
-    with engine(models, pipeline_depth=depth, num_blocks=20, max_model_len=90, max_num_batched_tokens=32) as llm:
+    with engine(models, pipeline_depth=1, num_blocks=20, max_model_len=90, max_num_batched_tokens=32) as llm:
         results = llm.generate(texts, params)
         assert llm.core.counters().preemptions > 0
         llm.core.check_integrity()
