@@ -62,12 +62,13 @@ def weight_bytes(config: EngineConfig, num_parameters: int) -> int:
 
 
 def penalty_workspace_bytes(config: EngineConfig) -> int:
-    """Bytes over all ranks of the penalties' counts: an int32 and a flag for every slot and vocabulary id."""
+    """Bytes over all ranks of what penalties keep for every slot: for each vocabulary id an int32 count and a flag, and
+    on every rank the ids said so far (int32)."""
     if not config.enable_penalty:
         return 0
     ranks = config.tensor_parallel_size
     padded_vocab = -(-config.target.vocab_size // ranks) * ranks
-    return (config.max_num_seqs + 1) * padded_vocab * PENALTY_BYTES
+    return (config.max_num_seqs + 1) * (padded_vocab * PENALTY_BYTES + ranks * (config.max_model_len + 1) * 4)
 
 
 def check_measured_blocks(

@@ -98,6 +98,7 @@ class ModelRunner:
             num_slots=config.max_num_seqs + 1,
             vocab_size=target.vocab.size,
             vocab_start=target.vocab_start,
+            max_len=config.max_model_len,
             enable_penalty=config.enable_penalty,
             device=device,
         )

@@ -8,90 +8,73 @@ never used. With n(id) the number of times the output holds an id:
     presence    - p                                                    for ids with n > 0
 
 The order is vLLM's. Every id's new logit depends on its own logit and counts alone, in the same operations whatever
-drafts were made, so drafts cannot change a token.
+drafts were made, so drafts cannot change a token. Only ids that were said change, so only they are looked at: those a
+request has said (once per distinct id of the prompt, once per token of the output) and the block's drafts. The value
+written at an id follows from the counts, so an id may be looked at twice, or needlessly.
 
-Shape letters: P penalised rows, Q = K + 1 columns, K drafts, V local vocabulary shard, E emitted columns.
+Shape letters: P penalised rows, Q = K + 1 columns, K drafts, V local vocabulary shard, E emitted columns, L ids said
+before, N = L + K ids looked at.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.layers.upload import upload
-from engine.sampling.vocab_place import VocabPlace
+from engine.sampling.processed_rows import ProcessedRows, VocabPlace
 from engine.step import LogitsRules, SlotInit
 
 _MAX_ELEMENTS = 1 << 24  # of one temporary, 64 MiB of float32: larger batches go a few rows at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PenaltyRows:
-    """What P rows have said, and how it counts. counts_PV int32, in_prompt_PV bool; the factors are float32 [P].
+class PenaltyFactors:
+    """float32 [P] each. any_repetition, any_additive: known to the host, whether a row has that kind of penalty."""
 
-    any_repetition, any_additive: host flags, whether a row has a repetition penalty, or one of the other two.
-    """
-
-    counts_PV: Tensor
-    in_prompt_PV: Tensor
     repetition_P: Tensor
     presence_P: Tensor
     frequency_P: Tensor
     any_repetition: bool
     any_additive: bool
 
-    def penalised(self, logits: Tensor, counts: Tensor, in_prompt: Tensor) -> Tensor:
-        """New logits from equally shaped (or broadcasting) logits, counts and prompt flags, rows first."""
-        row_shape = (-1, *[1] * (logits.dim() - 1))
-        said = counts > 0
+    def penalised(self, logits_PQN: Tensor, counts_PQN: Tensor, in_prompt_PQN: Tensor) -> Tensor:
+        """New logits of ids with these counts in the output and flags of the prompt; shapes broadcast."""
+        said_PQN = counts_PQN > 0
         if self.any_repetition:
-            factor = torch.where(said | in_prompt, self.repetition_P.view(row_shape), 1.0)
-            logits = torch.where(logits > 0, logits / factor, logits * factor)
+            factor_PQN = torch.where(said_PQN | in_prompt_PQN, self.repetition_P[:, None, None], 1.0)
+            logits_PQN = torch.where(logits_PQN > 0, logits_PQN / factor_PQN, logits_PQN * factor_PQN)
         if self.any_additive:
-            logits = logits - (
-                self.frequency_P.view(row_shape) * counts + self.presence_P.view(row_shape) * said.to(torch.float32)
+            logits_PQN = logits_PQN - (
+                self.frequency_P[:, None, None] * counts_PQN + self.presence_P[:, None, None] * said_PQN
             )
-        return logits
+        return logits_PQN
 
 
-def penalise_block(logits_PQV: Tensor, rows: PenaltyRows, drafts_PK: Tensor, vocab_start: int) -> None:
-    """Applies the rows' penalties in place; drafts_PK: int64 global ids, K = Q - 1.
-
-    The block's own drafts change the counts of at most K ids per row, so all columns are first penalised by what the
-    rows had said before the block, and then those ids are set anew.
-    """
-    vocab = logits_PQV.shape[2]
-    num_columns, num_drafts = logits_PQV.shape[1], drafts_PK.shape[1]
-    # A draft of another rank's shard is moved to an id of this one, which is set to what it has already.
-    local_PK = (drafts_PK - vocab_start).clamp(0, vocab - 1)
-    local_PQK = local_PK[:, None, :].expand(-1, num_columns, -1)
-    raw_PQK = logits_PQV.gather(2, local_PQK)
-    logits_PQV.copy_(rows.penalised(logits_PQV, rows.counts_PV[:, None], rows.in_prompt_PV[:, None]))
-    if num_drafts == 0:
-        return
-    is_before_QK = (
-        torch.arange(num_drafts, device=drafts_PK.device) < torch.arange(num_columns, device=drafts_PK.device)[:, None]
-    )
-    is_same_PKK = drafts_PK[:, :, None] == (local_PK + vocab_start)[:, None, :]  # [p, i, k]: draft i is probed id k
-    in_block_PQK = (is_before_QK[None, :, :, None] & is_same_PKK[:, None]).sum(dim=2)
-    counts_PQK = rows.counts_PV.gather(1, local_PK)[:, None, :] + in_block_PQK
-    in_prompt_PQK = rows.in_prompt_PV.gather(1, local_PK)[:, None, :]
-    # Where two drafts are one id both write the same value.
-    logits_PQV.scatter_(2, local_PQK, rows.penalised(raw_PQK, counts_PQK, in_prompt_PQK))
+def counts_in_block(drafts_PK: Tensor, ids_PN: Tensor) -> Tensor:
+    """How often drafts 1..j hold each id, int64 [P, K + 1, N]; column j = 0 is zero."""
+    is_id_PKN = drafts_PK[:, :, None] == ids_PN[:, None, :]
+    none_P1N = is_id_PKN.new_zeros(ids_PN.shape[0], 1, ids_PN.shape[1])
+    return torch.cat([none_P1N, is_id_PKN], dim=1).cumsum(dim=1)
 
 
 class Penalties:
     """The counts of every slot, allocated at construction, and the penalties of the rows that ask for them.
 
-    A rank counts the ids of its own vocabulary shard.
+    A rank counts the ids of its own vocabulary shard; what was said it keeps whole.
     """
 
-    def __init__(self, place: VocabPlace) -> None:
+    def __init__(self, place: VocabPlace, *, max_len: int) -> None:
+        """max_len: tokens of a request, prompt and output."""
         self._place = place
         self._counts_SV = place.table(place.vocab_size, fill=0, dtype=torch.int32)
         self._in_prompt_SV = place.table(place.vocab_size, fill=False, dtype=torch.bool)
         self._factors_S3 = place.table(3, fill=1.0, dtype=torch.float32)
+        self._said_SH = place.table(max_len + 1, fill=0, dtype=torch.int32)  # the last column takes what is dropped
+        self._said_len_S = place.table(fill=0, dtype=torch.int64)
+        # What the host knows of the lengths: an upper bound now, and one for all of the request's life.
+        self._said_bound = [0] * place.num_slots
+        self._said_most = [0] * place.num_slots
 
     @staticmethod
     def concern(rules: LogitsRules) -> bool:
@@ -100,40 +83,67 @@ class Penalties:
 
     def assign(self, init: SlotInit, rules: LogitsRules) -> None:
         """A slot's new request: its prompt, and what it had emitted before a preemption."""
+        slot, device = init.slot, self._place.device
         factors = [rules.repetition_penalty, rules.presence_penalty, rules.frequency_penalty]
-        self._factors_S3[init.slot] = upload(factors, self._place.device, dtype=torch.float32)
-        self._in_prompt_SV[init.slot] = False
-        self._counts_SV[init.slot] = 0
-        if rules.prompt_ids:
-            local_M, is_mine_M = self._place.local(upload(rules.prompt_ids, self._place.device))
-            self._in_prompt_SV[init.slot].view(torch.uint8).scatter_add_(0, local_M, is_mine_M.to(torch.uint8))
-        if rules.output_ids:
-            local_M, is_mine_M = self._place.local(upload(rules.output_ids, self._place.device))
-            self._counts_SV[init.slot].scatter_add_(0, local_M, is_mine_M.to(torch.int32))
+        self._factors_S3[slot] = upload(factors, device, dtype=torch.float32)
+        self._in_prompt_SV[slot] = False
+        self._counts_SV[slot] = 0
+        said = (*rules.prompt_ids, *rules.output_ids)
+        self._said_len_S[slot] = len(said)
+        self._said_bound[slot] = len(said)
+        self._said_most[slot] = len(rules.prompt_ids) + init.max_len - init.prompt_len
+        if not said:
+            return
+        said_M = upload(said, device)
+        self._said_SH[slot, : len(said)] = said_M.to(torch.int32)
+        local_M, is_mine_M = self._place.local(said_M)
+        prompt = slice(0, len(rules.prompt_ids))
+        flags_V = self._in_prompt_SV[slot].view(torch.uint8)
+        flags_V.scatter_add_(0, local_M[prompt], is_mine_M[prompt].to(torch.uint8))  # ids are distinct: 0 or 1
+        output = slice(len(rules.prompt_ids), len(said))
+        self._counts_SV[slot].scatter_add_(0, local_M[output], is_mine_M[output].to(torch.int32))
 
-    def apply(self, logits_PQV: Tensor, slots_P: Tensor, drafts_PK: Tensor, rules_P: Sequence[LogitsRules]) -> None:
+    def apply(self, logits_PQV: Tensor, rows: ProcessedRows) -> None:
         """Penalises the rows in place."""
-        any_repetition = any(rules.repetition_penalty != 1.0 for rules in rules_P)
-        any_additive = any(rules.presence_penalty != 0.0 or rules.frequency_penalty != 0.0 for rules in rules_P)
-        step = max(1, _MAX_ELEMENTS // (logits_PQV.shape[1] * logits_PQV.shape[2]))
+        any_repetition = any(rules.repetition_penalty != 1.0 for rules in rows.rules)
+        any_additive = any(rules.presence_penalty != 0.0 or rules.frequency_penalty != 0.0 for rules in rows.rules)
+        num_said = max(self._said_bound[slot] for slot in rows.slots)
+        num_columns = logits_PQV.shape[1]
+        step = max(1, _MAX_ELEMENTS // (num_columns * (num_said + num_columns)))
         for first in range(0, logits_PQV.shape[0], step):
             part = slice(first, first + step)
-            repetition_P, presence_P, frequency_P = self._factors_S3[slots_P[part]].unbind(dim=1)
-            rows = PenaltyRows(
-                counts_PV=self._counts_SV[slots_P[part]],
-                in_prompt_PV=self._in_prompt_SV[slots_P[part]],
+            slots_P, drafts_PK = rows.slots_P[part], rows.drafts_PK[part]
+            repetition_P, presence_P, frequency_P = self._factors_S3[slots_P].unbind(dim=1)
+            factors = PenaltyFactors(
                 repetition_P=repetition_P,
                 presence_P=presence_P,
                 frequency_P=frequency_P,
                 any_repetition=any_repetition,
                 any_additive=any_additive,
             )
-            penalise_block(logits_PQV[part], rows, drafts_PK[part], self._place.vocab_start)
+            ids_PN = torch.cat([self._said_SH[slots_P, :num_said].to(torch.int64), drafts_PK], dim=1)
+            # An id of another rank's shard becomes some id of this one, which is set to what it has to be anyway.
+            local_PN, _ = self._place.local(ids_PN)
+            local_PQN = local_PN[:, None, :].expand(-1, num_columns, -1)
+            in_block_PQN = counts_in_block(drafts_PK, local_PN + self._place.vocab_start)
+            new_PQN = factors.penalised(
+                logits_PQV[part].gather(2, local_PQN),
+                self._counts_SV[slots_P[:, None], local_PN][:, None, :] + in_block_PQN,
+                self._in_prompt_SV[slots_P[:, None], local_PN][:, None, :],
+            )
+            logits_PQV[part].scatter_(2, local_PQN, new_PQN)
 
-    def commit(self, slots_P: Tensor, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
+    def commit(self, rows: ProcessedRows, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
         """Counts the tokens that the step emitted: the first num_emitted of each row."""
+        slots_P1 = rows.slots_P[:, None]
         column_E = torch.arange(tokens_PE.shape[1], device=tokens_PE.device)
+        is_new_PE = column_E < num_emitted_P[:, None]
         local_PE, is_mine_PE = self._place.local(tokens_PE)
-        is_new_PE = is_mine_PE & (column_E < num_emitted_P[:, None])
-        flat_M = (slots_P[:, None] * self._place.vocab_size + local_PE).flatten()
-        self._counts_SV.view(-1).scatter_add_(0, flat_M, is_new_PE.flatten().to(torch.int32))
+        flat_M = (slots_P1 * self._place.vocab_size + local_PE).flatten()
+        self._counts_SV.view(-1).scatter_add_(0, flat_M, (is_new_PE & is_mine_PE).flatten().to(torch.int32))
+        dropped = self._said_SH.shape[1] - 1
+        place_PE = torch.where(is_new_PE, self._said_len_S[slots_P1] + column_E, dropped)
+        self._said_SH[slots_P1, place_PE] = tokens_PE.to(torch.int32)
+        self._said_len_S[rows.slots_P] += num_emitted_P
+        for slot in rows.slots:
+            self._said_bound[slot] = min(self._said_bound[slot] + tokens_PE.shape[1], self._said_most[slot])

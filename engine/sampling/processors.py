@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.layers.upload import upload
 from engine.sampling.penalties import Penalties
+from engine.sampling.processed_rows import ProcessedRows, VocabPlace
 from engine.sampling.token_rules import AllowedTokens, BadWords, LogitBias
-from engine.sampling.vocab_place import VocabPlace
 from engine.step import LogitsRules, SlotInit
 
 
@@ -32,11 +32,11 @@ class Processor(Protocol):
         """A concerned request takes a slot."""
         ...
 
-    def apply(self, logits_PQV: Tensor, slots_P: Tensor, drafts_PK: Tensor, rules_P: Sequence[LogitsRules]) -> None:
-        """Changes the logits of concerned rows in place; column j comes after drafts 1..j."""
+    def apply(self, logits_PQV: Tensor, rows: ProcessedRows) -> None:
+        """Changes the logits of concerned rows in place."""
         ...
 
-    def commit(self, slots_P: Tensor, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
+    def commit(self, rows: ProcessedRows, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
         """The first num_emitted tokens of each concerned row became output."""
         ...
 
@@ -44,14 +44,21 @@ class Processor(Protocol):
 class LogitsStage:
     """All processors of one rank, in the order in which they apply: bias, penalties, then what is ruled out.
 
-    vocab_size, vocab_start: of this rank's shard, padding included.
+    vocab_size, vocab_start: of this rank's shard, padding included. max_len: tokens of a request at most.
     """
 
     def __init__(
-        self, *, num_slots: int, vocab_size: int, vocab_start: int, enable_penalty: bool, device: torch.device
+        self,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        vocab_start: int,
+        max_len: int,
+        enable_penalty: bool,
+        device: torch.device,
     ) -> None:
         place = VocabPlace(num_slots=num_slots, vocab_size=vocab_size, vocab_start=vocab_start, device=device)
-        penalties = (Penalties(place),) if enable_penalty else ()
+        penalties = (Penalties(place, max_len=max_len),) if enable_penalty else ()
         self._device = device
         self._processors: tuple[Processor, ...] = (
             LogitBias(place),
@@ -103,24 +110,35 @@ class LogitsStage:
     def commit(self, slots_S: Tensor, tokens_SE: Tensor, num_emitted_S: Tensor, inits: Sequence[SlotInit]) -> None:
         """After the verify: the first num_emitted tokens of each row are output from now on."""
         for processor in self._processors:
-            rows = _concerned(processor, inits)
-            if rows:
-                index_P = upload(rows, self._device)
-                processor.commit(slots_S[index_P], tokens_SE[index_P], num_emitted_S[index_P])
+            indices = _concerned(processor, inits)
+            if indices:
+                index_P = upload(indices, self._device)
+                rows = _rows([inits[i] for i in indices], slots_S[index_P], tokens_SE[index_P, :0])
+                processor.commit(rows, tokens_SE[index_P], num_emitted_S[index_P])
 
     def _apply_to(self, logits_RQV: Tensor, slots_R: Tensor, drafts_RK: Tensor, inits: Sequence[SlotInit]) -> None:
         for processor in self._processors:
-            rows = _concerned(processor, inits)
-            rules = [rules for init in inits if (rules := init.rules) is not None and processor.concern(rules)]
-            if len(rows) == len(inits):
-                processor.apply(logits_RQV, slots_R, drafts_RK, rules)
-            elif rows:
-                index_P = upload(rows, self._device)
-                part_PQV = logits_RQV[index_P]
-                processor.apply(part_PQV, slots_R[index_P], drafts_RK[index_P], rules)
-                logits_RQV.index_copy_(0, index_P, part_PQV)
+            indices = _concerned(processor, inits)
+            if not indices:
+                continue
+            if len(indices) == len(inits):
+                processor.apply(logits_RQV, _rows(inits, slots_R, drafts_RK))
+                continue
+            index_P = upload(indices, self._device)
+            part_PQV = logits_RQV[index_P]
+            processor.apply(part_PQV, _rows([inits[i] for i in indices], slots_R[index_P], drafts_RK[index_P]))
+            logits_RQV.index_copy_(0, index_P, part_PQV)
 
 
 def _concerned(processor: Processor, inits: Sequence[SlotInit]) -> list[int]:
     """Rows of the requests that the processor concerns."""
     return [i for i, init in enumerate(inits) if init.rules is not None and processor.concern(init.rules)]
+
+
+def _rows(inits: Sequence[SlotInit], slots_P: Tensor, drafts_PK: Tensor) -> ProcessedRows:
+    return ProcessedRows(
+        slots=[init.slot for init in inits],
+        rules=[init.rules for init in inits if init.rules is not None],
+        slots_P=slots_P,
+        drafts_PK=drafts_PK,
+    )

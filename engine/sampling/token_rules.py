@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.upload import upload
-from engine.sampling.vocab_place import VocabPlace
+from engine.sampling.processed_rows import ProcessedRows, VocabPlace
 from engine.step import LogitsRules, SlotInit
 
 
@@ -41,15 +41,15 @@ class LogitBias:
         self._ids_SB[init.slot] = upload(ids, self._place.device)
         self._values_SB[init.slot] = upload(values, self._place.device, dtype=torch.float32)
 
-    def apply(self, logits_PQV: Tensor, slots_P: Tensor, drafts_PK: Tensor, rules_P: Sequence[LogitsRules]) -> None:
+    def apply(self, logits_PQV: Tensor, rows: ProcessedRows) -> None:
         """Adds in place. Ids are distinct, so one value goes to each and the padding adds 0."""
-        local_PB, is_mine_PB = self._place.local(self._ids_SB[slots_P])
-        values_PB = torch.where(is_mine_PB, self._values_SB[slots_P], 0.0)
+        local_PB, is_mine_PB = self._place.local(self._ids_SB[rows.slots_P])
+        values_PB = torch.where(is_mine_PB, self._values_SB[rows.slots_P], 0.0)
         columns = logits_PQV.shape[1]
         index_PQB = local_PB[:, None, :].expand(-1, columns, -1)
         logits_PQV.scatter_add_(2, index_PQB, values_PB[:, None, :].expand(-1, columns, -1))
 
-    def commit(self, slots_P: Tensor, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
+    def commit(self, rows: ProcessedRows, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
         """Biases do not depend on the output."""
 
 
@@ -71,15 +71,14 @@ class AllowedTokens:
         ids = _padded(list(rules.allowed_ids), self._ids_SB.shape[1], -1)
         self._ids_SB[init.slot] = upload(ids, self._place.device)
 
-    def apply(self, logits_PQV: Tensor, slots_P: Tensor, drafts_PK: Tensor, rules_P: Sequence[LogitsRules]) -> None:
+    def apply(self, logits_PQV: Tensor, rows: ProcessedRows) -> None:
         """Masks in place."""
-        local_PB, is_mine_PB = self._place.local(self._ids_SB[slots_P])
-        vocab = self._place.vocab_size
-        ruled_out_PV = torch.ones(logits_PQV.shape[0], vocab + 1, dtype=torch.bool, device=logits_PQV.device)
-        ruled_out_PV.scatter_(1, torch.where(is_mine_PB, local_PB, vocab), False)  # padding goes past the shard
-        logits_PQV.masked_fill_(ruled_out_PV[:, None, :vocab], float("-inf"))
+        local_PB, is_mine_PB = self._place.local(self._ids_SB[rows.slots_P])
+        local_PQB = local_PB[:, None, :].expand(-1, logits_PQV.shape[1], -1)
+        kept_PQB = logits_PQV.gather(2, local_PQB).masked_fill_(~is_mine_PB[:, None, :], float("-inf"))
+        logits_PQV.fill_(float("-inf")).scatter_reduce_(2, local_PQB, kept_PQB, "amax")
 
-    def commit(self, slots_P: Tensor, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
+    def commit(self, rows: ProcessedRows, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
         """What is allowed does not depend on the output."""
 
 
@@ -113,24 +112,24 @@ class BadWords:
         )
         self._tail_SL[init.slot] = upload(_right_aligned(rules.output_ids, reach), self._place.device)
 
-    def apply(self, logits_PQV: Tensor, slots_P: Tensor, drafts_PK: Tensor, rules_P: Sequence[LogitsRules]) -> None:
+    def apply(self, logits_PQV: Tensor, rows: ProcessedRows) -> None:
         """Masks in place. -inf is added, as a scatter of values could set it and the padding's old value in any
         order."""
-        tail_PL = self._tail_SL[slots_P]
-        windows_PQL = torch.cat([tail_PL, drafts_PK], dim=1).unfold(1, tail_PL.shape[1], 1)
-        before_PBL = self._before_SBL[slots_P]
+        tail_PL = self._tail_SL[rows.slots_P]
+        windows_PQL = torch.cat([tail_PL, rows.drafts_PK], dim=1).unfold(1, tail_PL.shape[1], 1)
+        before_PBL = self._before_SBL[rows.slots_P]
         fits_PQBL = (windows_PQL[:, :, None, :] == before_PBL[:, None]) | (before_PBL < 0)[:, None]
-        local_PB, is_mine_PB = self._place.local(self._last_SB[slots_P])
+        local_PB, is_mine_PB = self._place.local(self._last_SB[rows.slots_P])
         banned_PQB = fits_PQBL.all(dim=3) & is_mine_PB[:, None]
         index_PQB = local_PB[:, None, :].expand_as(banned_PQB)
         penalty_PQB = torch.zeros_like(banned_PQB, dtype=torch.float32).masked_fill_(banned_PQB, float("-inf"))
         logits_PQV.scatter_add_(2, index_PQB, penalty_PQB)
 
-    def commit(self, slots_P: Tensor, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
+    def commit(self, rows: ProcessedRows, tokens_PE: Tensor, num_emitted_P: Tensor) -> None:
         """Moves the ends of the outputs on by what the step emitted."""
-        tail_PL = self._tail_SL[slots_P]
+        tail_PL = self._tail_SL[rows.slots_P]
         index_PL = num_emitted_P[:, None] + torch.arange(tail_PL.shape[1], device=self._place.device)
-        self._tail_SL[slots_P] = torch.cat([tail_PL, tokens_PE], dim=1).gather(1, index_PL)
+        self._tail_SL[rows.slots_P] = torch.cat([tail_PL, tokens_PE], dim=1).gather(1, index_PL)
 
     def _make_room(self, num_words: int, reach: int) -> None:
         """Widens the tables; a longer reach is padded in front, where old words take any id and old tails end."""

@@ -341,8 +341,8 @@ def test_overcommitted_memory_is_refused_with_the_arithmetic(target: Path) -> No
     block_bytes = 2 * 4 * 3 * 8 * 2 * 16
     small = Machine(cores=2, memory_bytes=1 << 20, accelerator=None)
     expected = (
-        f"num_blocks: weights 0.00 MiB + penalty counts 0.01 MiB + KV cache 1.17 MiB (200 blocks x {block_bytes} "
-        "bytes) = 1.18 MiB, but this machine has 1.00 MiB. Lower num_blocks, max_model_len or max_num_seqs"
+        f"num_blocks: weights 0.00 MiB + penalty counts 0.04 MiB + KV cache 1.17 MiB (200 blocks x {block_bytes} "
+        "bytes) = 1.21 MiB, but this machine has 1.00 MiB. Lower num_blocks, max_model_len or max_num_seqs"
     )
     with pytest.raises(ValueError, match=re.escape(expected)):
         resolve(target, num_blocks=200, machine=small)
@@ -354,14 +354,16 @@ def test_penalties_are_part_of_the_budget_where_they_exist(target: Path, drafter
     """Always without speculation; with it, where enable_penalty says so."""
     config = resolve(target, max_num_seqs=3)
     assert config.enable_penalty
-    assert penalty_workspace_bytes(config) == 4 * TARGET["vocab_size"] * 5
-    assert penalty_workspace_bytes(resolve(target, max_num_seqs=3, tensor_parallel_size=3)) == 4 * 66 * 5
+    assert penalty_workspace_bytes(config) == 4 * (TARGET["vocab_size"] * 5 + 513 * 4)
+    assert penalty_workspace_bytes(resolve(target, max_num_seqs=3, tensor_parallel_size=3)) == 4 * (
+        66 * 5 + 3 * 513 * 4
+    )
     assert penalty_workspace_bytes(resolve(target, spec(drafter))) == 0
     asked = resolve(target, spec(drafter, enable_penalty=True), max_num_seqs=3)
     assert penalty_workspace_bytes(asked) == penalty_workspace_bytes(config)
     crowded = {"device": "cuda", "machine": H200, "max_num_seqs": 1_000_000_000, "max_num_batched_tokens": 1 << 30}
     resolve(target, spec(drafter), **crowded)
-    with pytest.raises(ValueError, match=r"weights .* \+ penalty counts 298.02 GiB \+ KV cache .* but H200 has"):
+    with pytest.raises(ValueError, match=r"weights .* \+ penalty counts \d+\.\d\d GiB \+ KV cache .* but H200 has"):
         resolve(target, spec(drafter, enable_penalty=True), **crowded)
 
 

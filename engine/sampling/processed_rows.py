@@ -1,9 +1,12 @@
-"""Where a rank's per-slot tables live and which part of the vocabulary they cover."""
+"""What the processors of `LogitsStage` share: where a rank's tables live, and the rows a processor works on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from engine.step import LogitsRules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,3 +27,17 @@ class VocabPlace:
     def table(self, *shape: int, fill: float, dtype: torch.dtype) -> Tensor:
         """A tensor [num_slots, *shape] filled with one value."""
         return torch.full((self.num_slots, *shape), fill, dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessedRows:
+    """P rows that one processor concerns.
+
+    slots, rules: what the host knows of them. slots_P, drafts_PK: int64 on the device; column j of a row comes after
+    its drafts 1..j, and what lies past its own drafts is any id, or -1.
+    """
+
+    slots: Sequence[int]
+    rules: Sequence[LogitsRules]
+    slots_P: Tensor
+    drafts_PK: Tensor
