@@ -11,12 +11,10 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from cluster.control import policy
 from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
-from cluster.control.hazards import Belief, changed_since, replica_beliefs
-from cluster.control.memory import Memory, Record
+from cluster.control.hazards import Belief, changed_since
+from cluster.control.memory import Memory
 from cluster.control.messages import (
     PROTOCOL_VERSION,
     ControlOptions,
@@ -26,13 +24,13 @@ from cluster.control.messages import (
     Report,
     report_interval_s,
 )
+from cluster.control.own_traffic import OwnTraffic
 from cluster.control.policy import Schedule, Setting, Verdict
 from cluster.control.step_times import StepTimes
 from engine.speculative.counters import batch_bucket
 from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck, Version, check_schedule, round_down
 
 _MISSED_REPORTS = 10  # after which a replica is forgotten
-_OWN_SHARE, _SHARED_SHARE = 0.6, 0.3  # own part of a replica's belief at which it leaves and rejoins the shared line
 _CHANGE_DEVIATIONS = 4.5
 
 
@@ -55,14 +53,12 @@ class Replica:
     number: int
     registration: Registration
     counts: ReplicaCounts
+    traffic: OwnTraffic
     seen_at: float
     version: Version  # in force there, as far as known
     target: Version = (0, 0)
     target_schedule: dict[int, int] = field(default_factory=dict)
     own: Schedule | None = None
-    own_share: float = 0.0
-    belief: Belief | None = None
-    record: Record = field(default_factory=lambda: Record(2))  # of the cluster's belief and the replica's own
     latest: Report | None = None
     verdicts: dict[int, Verdict] = field(default_factory=dict)
 
@@ -138,6 +134,7 @@ class ControlState:
                 counts=ReplicaCounts(
                     incarnation=registration.incarnation, sequence=registration.sequence, cells=registration.cells
                 ),
+                traffic=OwnTraffic(width=registration.draft_lens[-1]),
                 seen_at=now,
                 version=registration.version,
             )
@@ -173,7 +170,7 @@ class ControlState:
             self._log.add(time=traffic_s, replica=replica.number, cells=cells)
             counts = (self._log.at_risk_PW[-1], self._log.accepted_PW[-1])
             self._memory.add(traffic_s, *counts)
-            replica.record.judge(traffic_s, *counts)
+            replica.traffic.add(traffic_s, *counts)
             self.line_of(replica).times.served(cells, now=traffic_s)
         self._settle_epoch(now)
         return self._reply(replica)
@@ -245,23 +242,17 @@ class ControlState:
             weights = log.weights(self._clock.seconds)
             self._memory.changed(changed_at)
         self.belief = self._memory.believe(self._clock.seconds)
-        beliefs = replica_beliefs(self.belief, log.at_risk_PW, log.accepted_PW, weights, log.replicas_P)
-        for replica in self.replicas.values():
-            replica.belief, replica.own_share = beliefs.get(replica.number, (self.belief, 0.0))
-            hazards = np.stack([self.belief.hazards, replica.belief.hazards])
-            replica.record.predict(self._clock.seconds, hazards)
 
     def _correct(self, replica: Replica, now: float) -> None:
         """Lets a replica whose traffic is its own have a line of its own, and takes that back."""
         line = self.line_of(replica)
-        may = self.options.corrects_replicas and replica.record.is_better(1)
-        share = replica.own_share if may else 0.0
-        if share < (_OWN_SHARE if replica.own is None else _SHARED_SHARE):
+        assert self.belief is not None
+        belief = replica.traffic.believe(self._clock.seconds, self.belief)
+        if not (self.options.corrects_replicas and replica.traffic.is_own):
             replica.own, replica.verdicts = None, {}
             return
-        assert replica.belief is not None
         schedule = line.schedule if replica.own is None else replica.own
-        replica.verdicts = self._weigh(line, schedule, replica.belief, now)
+        replica.verdicts = self._weigh(line, schedule, belief, now)
         replica.own = self._take(schedule, replica.verdicts, now)
 
     def _weigh(self, line: Line, schedule: Schedule, belief: Belief, now: float) -> dict[int, Verdict]:

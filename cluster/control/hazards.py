@@ -4,7 +4,7 @@
     S_j = h_1 x .. x h_j                chance that at least j drafts are accepted
     E(K) = 1 + S_1 + .. + S_K           expected tokens of a step and row that verifies K drafts
 
-accepted_j over steps would be censored wherever K varies. Shapes: P reports, R replicas, W positions.
+accepted_j over steps would be censored wherever K varies. Shapes: P reports, W positions.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ import numpy as np
 
 _PSEUDO_ROWS = 4.0  # weight of the guess for a position that was hardly observed: the hazard before it
 _FIRST_GUESS = 0.5
-_OWN_PSEUDO_ROWS = 20.0  # rows of the cluster's hazard in a replica's own estimate
 _NUM_SPLITS, _SPLIT_S = 24, 0.5
 LOWER_90 = 1.2816  # standard deviations: one-sided
 
@@ -145,59 +144,3 @@ def _longest_of_parts(
 def _small_sample(num_reports: np.ndarray) -> np.ndarray:
     """Factor for a variance estimated from so many reports around their own mean."""
     return num_reports / (np.maximum(num_reports, 1.5) - 1.0)
-
-
-def replica_beliefs(
-    cluster: Belief,
-    at_risk_PW: np.ndarray,
-    accepted_PW: np.ndarray,
-    weights_P: np.ndarray,
-    replicas_P: np.ndarray,
-) -> dict[int, tuple[Belief, float]]:
-    """For each replica with reports: its belief, and the share of it that is its own (0: the cluster's, unchanged).
-
-    The cluster's hazards are the prior. How far replicas may differ from it is learnt from how far they do differ in
-    E(W), beyond what the reports' own noise explains (method of moments); without evidence for it all shares are 0.
-    """
-    numbers, which_P = np.unique(replicas_P, return_inverse=True)
-    num_replicas, width = len(numbers), at_risk_PW.shape[1]
-    if num_replicas < 2:
-        return {int(number): (cluster, 0.0) for number in numbers}
-    rows_RW, accepted_RW, squared_RW = (np.zeros((num_replicas, width)) for _ in range(3))
-    np.add.at(rows_RW, which_P, weights_P[:, None] * at_risk_PW)
-    np.add.at(accepted_RW, which_P, weights_P[:, None] * accepted_PW)
-    np.add.at(squared_RW, which_P, (weights_P**2)[:, None] * at_risk_PW)
-    hazards_RW = (accepted_RW + _OWN_PSEUDO_ROWS * cluster.hazards) / (rows_RW + _OWN_PSEUDO_ROWS)
-    gradient_RW = token_gradients(hazards_RW)[:, -1]
-    # Noise of E(W): chance, times what reports of one replica differ beyond it, pooled over the replicas.
-    chance_RW = hazards_RW * (1 - hazards_RW) * squared_RW / (rows_RW + _OWN_PSEUDO_ROWS) ** 2
-    chance_R = (gradient_RW**2 * chance_RW).sum(axis=1) + 1e-12
-    residuals_PW = (accepted_PW - hazards_RW[which_P] * at_risk_PW) * weights_P[:, None]
-    scores_P = (residuals_PW * (gradient_RW / (rows_RW + _OWN_PSEUDO_ROWS))[which_P]).sum(axis=1)
-    reports_R = np.bincount(which_P)
-    excess = float((scores_P**2).sum() / (chance_R @ np.where(reports_R > 1, 1 - 1 / reports_R, 1.0)))
-    noise_R = chance_R * max(excess, 1.0)
-    spread = _variance_between(expected_tokens(hazards_RW)[:, -1], noise_R)
-    share_R = spread / (spread + noise_R)
-    beliefs = {}
-    for index, number in enumerate(numbers):
-        share = float(share_R[index])
-        if share == 0.0:
-            beliefs[int(number)] = (cluster, 0.0)
-            continue
-        own = np.diag(chance_RW[index] * max(excess, 1.0))
-        hazards = cluster.hazards + share * (hazards_RW[index] - cluster.hazards)
-        covariance = share**2 * own + (1 - share) ** 2 * cluster.covariance
-        beliefs[int(number)] = (Belief.of(hazards, covariance), share)
-    return beliefs
-
-
-def _variance_between(values_R: np.ndarray, noise_R: np.ndarray) -> float:
-    """Variance of the true values (DerSimonian and Laird's moment estimate); 0 unless they differ significantly."""
-    precision = 1.0 / noise_R
-    mean = float(precision @ values_R / precision.sum())
-    distance = float(precision @ (values_R - mean) ** 2)
-    freedom = len(values_R) - 1
-    if distance < freedom + 3.7 * (2 * freedom) ** 0.5:  # chance exceeds it about once in a thousand
-        return 0.0
-    return (distance - freedom) / float(precision.sum() - (precision @ precision) / precision.sum())

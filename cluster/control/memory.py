@@ -13,45 +13,12 @@ from collections import deque
 import numpy as np
 
 from cluster.control.hazards import Belief, smoothed_hazards
+from cluster.control.record import Record
 
 _HALF_LIVES_S = (5.0, 20.0, 80.0, 320.0)
 _SINCE_CHANGE_HALF_LIFE_S = 320.0
 _KEPT_S = 1280
-_AHEAD_S = 4.0  # a prediction counts from so much later on, about when a change that follows from it would take effect
-_RECORD_HALF_LIFE_S = 60.0
-_BETTER = 0.002  # relative difference of the records at which a fading memory is preferred
 _BLOCK_S = 8.0  # counts of neighbouring seconds come from the same requests
-
-
-class Record:
-    """How well several beliefs predicted what came later; lower is better, and old proofs fade."""
-
-    def __init__(self, num_beliefs: int) -> None:
-        self.losses_M = np.zeros(num_beliefs)
-        self._predictions: deque[tuple[float, np.ndarray]] = deque()
-        self._judged_at = 0.0
-
-    def predict(self, now: float, hazards_MW: np.ndarray) -> None:
-        """What the beliefs say now."""
-        if self._predictions and hazards_MW.shape != self._predictions[-1][1].shape:
-            self._predictions.clear()
-        self._predictions.append((now, hazards_MW))
-
-    def judge(self, time: float, at_risk_W: np.ndarray, accepted_W: np.ndarray) -> None:
-        """Counts of about `time`, not before the last ones: how unlikely each belief held them well before."""
-        made_by = time - _AHEAD_S
-        while len(self._predictions) > 1 and self._predictions[1][0] <= made_by:
-            self._predictions.popleft()
-        if not self._predictions or self._predictions[0][0] > made_by:
-            return
-        hazards_MW = np.clip(self._predictions[0][1], 0.005, 0.995)
-        loss_M = -(np.log(hazards_MW) @ accepted_W + np.log1p(-hazards_MW) @ (at_risk_W - accepted_W))
-        self.losses_M = self.losses_M * 2.0 ** ((self._judged_at - time) / _RECORD_HALF_LIFE_S) + loss_M
-        self._judged_at = time
-
-    def is_better(self, index: int) -> bool:
-        """Whether a belief has predicted clearly better than the first."""
-        return bool(self.losses_M[index] < (1.0 - _BETTER) * self.losses_M[0])
 
 
 class Memory:
@@ -102,7 +69,7 @@ class Memory:
         sums_M2W = np.tensordot(weights_MP, counts_P2W, axes=1)
         hazards_MW = smoothed_hazards(sums_M2W[:, 0], sums_M2W[:, 1])
         self._record.predict(now, hazards_MW)
-        best = int(self._record.losses_M.argmin())
+        best = self._record.best()
         self.chosen = best if self._record.is_better(best) else 0
         weights_P = weights_MP[self.chosen]
         used = weights_P > 0

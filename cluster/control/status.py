@@ -38,7 +38,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     gate_disabled: bool
     seen_s_ago: float
-    own_share: float
     own: LineStatus | None = None
 
 
@@ -95,7 +94,6 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
         num_running=0 if latest is None else latest.num_running,
         gate_disabled=latest is not None and latest.gate_disabled,
         seen_s_ago=now - replica.seen_at,
-        own_share=replica.own_share,
         own=own,
     )
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cluster.control.hazards import Belief, changed_since, expected_tokens, replica_beliefs, token_gradients
+from cluster.control.hazards import Belief, changed_since, expected_tokens, token_gradients
 from tests.control.messages import CountingReplica
 
 HAZARDS = st.integers(1, 8).flatmap(lambda width: arrays(float, width, elements=st.floats(0.0, 1.0)))
@@ -106,20 +106,3 @@ def test_a_change_of_traffic_is_found_where_it_was_and_nowhere_else() -> None:
         found = changed_since(times, *mixed, weights, deviations=4.5)
         assert found is not None and abs(found - 8.0) <= 0.5
     assert false_alarms == 0
-
-
-def test_replicas_with_equal_traffic_share_one_belief_and_others_get_their_own() -> None:
-    times = np.arange(20) * 1.0
-
-    def beliefs(curves: list[list[float]], seed: int) -> dict[int, tuple[Belief, float]]:
-        parts = [reports(curve, times, seed=seed + 100 * n, replica=n) for n, curve in enumerate(curves)]
-        _, at_risk, accepted, replicas = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        weights = np.exp2((np.concatenate([times] * len(curves)) - times[-1]) / 5)
-        cluster = Belief.from_reports(at_risk, accepted, weights)
-        return replica_beliefs(cluster, at_risk, accepted, weights, replicas)
-
-    shared = [share for seed in range(50) for _, share in beliefs([[0.7] * 5] * 8, seed).values()]
-    assert sum(share > 0.3 for share in shared) <= 4  # of 400
-    for number, (belief, share) in beliefs([[0.9] * 5, [0.5] * 5, [0.7] * 5], 1).items():
-        assert share > 0.9
-        assert belief.hazards == pytest.approx([[0.9, 0.5, 0.7][number]] * 5, abs=0.06)

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from cluster.control.memory import Memory, Record
+from cluster.control.memory import Memory
+from cluster.control.own_traffic import OwnTraffic
+from cluster.control.record import Record
 
 EASY, HARD = 0.9, 0.5
 
@@ -77,3 +79,37 @@ def test_a_record_judges_by_predictions_made_well_before() -> None:
     by_hand = -(9 * np.log([0.5, 0.9]) + np.log([0.5, 0.1]))
     assert record.losses_M == pytest.approx(by_hand)
     assert record.is_better(1) and not record.is_better(0)
+
+
+def own(rng: np.random.Generator, replica_hazard: float, seconds: int) -> tuple[OwnTraffic, Memory]:
+    """A replica among four: the other three have EASY requests."""
+    traffic, memory = OwnTraffic(width=2), Memory(width=2)
+    for second in range(seconds):
+        mine = counts(rng, replica_hazard, 100)
+        others = counts(rng, EASY, 300)
+        memory.add(second + 0.5, mine[0] + others[0], mine[1] + others[1])
+        traffic.add(second + 0.5, *mine)
+        traffic.believe(second + 0.6, memory.believe(second + 0.6))
+    return traffic, memory
+
+
+def test_a_replica_has_its_own_belief_only_with_traffic_of_its_own() -> None:
+    same = [own(np.random.default_rng(seed), EASY, 60)[0].is_own for seed in range(20)]
+    assert sum(same) <= 1
+    traffic, memory = own(np.random.default_rng(1), HARD, 15)
+    cluster = memory.believe(15.0)
+    assert traffic.is_own and cluster.hazards[0] > 0.75
+    assert traffic.believe(15.0, cluster).hazards[0] == pytest.approx(HARD, abs=0.05)
+
+
+def test_a_replica_returns_to_the_cluster_when_its_traffic_does() -> None:
+    rng = np.random.default_rng(2)
+    traffic, memory = own(rng, HARD, 30)
+    for second in range(30, 230):
+        mine = counts(rng, EASY, 100)
+        memory.add(second + 0.5, *(4 * np.array(mine)))
+        traffic.add(second + 0.5, *mine)
+        traffic.believe(second + 0.6, memory.believe(second + 0.6))
+        if not traffic.is_own:
+            break
+    assert not traffic.is_own
