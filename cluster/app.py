@@ -8,7 +8,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
-from cluster.config import ClusterConfig, ConfigError, load_config, parse_config
+from cluster.config import FABRICATIONS, ClusterConfig, ConfigError, load_config, parse_config
 from cluster.config_sections import DeploymentSection
 from cluster.model_server import HEALTH_PERIOD_S, ModelServer
 from cluster.replica_engine import EngineStarter, start_engine
@@ -29,7 +29,7 @@ def build(args: str | Path | Mapping[str, Any] | ClusterConfig) -> Application:
         args: a config file's path; `{"config": path}`, as `serve run cluster.app:build config=FILE` gives it; the
             config's mapping, as `args` in a Serve config file gives it (relative paths count from the working
             directory); or a loaded config. The mappings may also hold `allow_simulated: true`, without which a
-            config with a simulated device is refused.
+            config whose tokens mean nothing (a simulated device, synthetic acceptance) is refused.
 
     Raises:
         ConfigError: the config is not valid; all problems are listed.
@@ -40,12 +40,12 @@ def build(args: str | Path | Mapping[str, Any] | ClusterConfig) -> Application:
         allow_simulated = _read_flag(given.pop(ALLOW_SIMULATED, False))
         args = given
     config = read_config(args)
-    if config.is_simulated and not allow_simulated:
+    if config.fabrication is not None and not allow_simulated:
         raise ConfigError(
             "args",
             [
-                "engine.device: simulated answers every request with random tokens; if that is meant, add "
-                f"{ALLOW_SIMULATED}: true to the application's args (dflash serve: --allow-simulated)"
+                f"{FABRICATIONS[config.fabrication]}; if that is meant, add {ALLOW_SIMULATED}: true to the "
+                "application's args (dflash serve: --allow-simulated)"
             ],
         )
     return application(config, start_engine)

@@ -28,6 +28,12 @@ from engine.simulated.profile import SimulationOptions
 # Keys of `speculative_config` that a running application takes over; the class itself belongs to the engine.
 LIVE_SPECULATIVE_KEYS = frozenset({"draft_len_schedule"})
 
+# What to tell who is about to serve tokens that mean nothing, by `ClusterConfig.fabrication`.
+FABRICATIONS = {
+    "simulated": "engine.device: simulated answers every request with random tokens",
+    "synthetic": "engine.synthetic_acceptance_length: drafts are accepted by decree, so answers mean nothing",
+}
+
 
 class ClusterConfig(Section):
     """A whole config file. Build one with `load_config` or `parse_config`, which also resolve relative paths."""
@@ -52,6 +58,8 @@ class ClusterConfig(Section):
     def _choices_need_a_drafter(self) -> "ClusterConfig":
         if self.engine.draft_len_choices is not None and self.speculative_config is None:
             raise ValueError("engine.draft_len_choices: has no effect without speculative_config; remove it")
+        if self.engine.synthetic_acceptance_length is not None and self.speculative_config is None:
+            raise ValueError("engine.synthetic_acceptance_length: has no effect without speculative_config; remove it")
         return self
 
     @model_validator(mode="after")
@@ -72,6 +80,13 @@ class ClusterConfig(Section):
     def is_simulated(self) -> bool:
         """No model runs; tokens are random."""
         return self.engine.device == "simulated"
+
+    @property
+    def fabrication(self) -> str | None:
+        """Why the tokens mean nothing, as responses say it; None: they are the model's."""
+        if self.is_simulated:
+            return "simulated"
+        return None if self.engine.synthetic_acceptance_length is None else "synthetic"
 
     @property
     def served_name(self) -> str:
@@ -101,6 +116,7 @@ class ClusterConfig(Section):
             "kv_cache_memory_bytes": cache.memory,
             "pipeline_depth": self.engine.pipeline_depth,
             "draft_len_choices": self.engine.draft_len_choices,
+            "synthetic_acceptance_length": self.engine.synthetic_acceptance_length,
             "simulation": simulation,
         }
 
@@ -145,6 +161,7 @@ _ARGUMENT_PATHS = {
         "max_num_batched_tokens",
         "pipeline_depth",
         "draft_len_choices",
+        "synthetic_acceptance_length",
     )
 }
 

@@ -169,6 +169,14 @@ class EngineSection(Section):
         description="Steps launched before a result is read: 0 or 1. Default: 0 on the CPU, 1 on CUDA.",
     )
 
+    synthetic_acceptance_length: float | None = Field(
+        default=None,
+        ge=1.0,
+        json_schema_extra=RESTART,
+        description="Benchmarks only: drafts are accepted by decree, this many tokens a step on average, so answers "
+        "mean nothing (needs --allow-simulated; every response says so).",
+    )
+
     @field_validator("draft_len_choices")
     @classmethod
     def _ascending_from_zero(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -85,7 +85,7 @@ class ModelServer:
                 vocab_size=self._engine.vocab_size,
                 max_draft_len=self._engine.max_draft_len,
                 created=int(time.time()),
-                is_simulated=self._config.is_simulated,
+                fabrication=self._config.fabrication,
             ),
             admission=self._admission,
             observer=self._metrics,

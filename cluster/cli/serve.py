@@ -27,7 +27,7 @@ from cluster.cli.deployment_watch import (
     wait_until_running,
 )
 from cluster.cli.ray_notes import RayNotes
-from cluster.config import ClusterConfig, ConfigError, in_config_terms, load_config
+from cluster.config import FABRICATIONS, ClusterConfig, ConfigError, in_config_terms, load_config
 
 # A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the end of the ranks and of Ray the
 # rest, and what still runs then is ended the hard way.
@@ -50,7 +50,10 @@ def serve(
         str | None, typer.Option(help="Use the Ray cluster at this address (or auto) instead of starting one.")
     ] = None,
     allow_simulated: Annotated[
-        bool, typer.Option("--allow-simulated", help="Serve a simulated device, which answers with random tokens.")
+        bool,
+        typer.Option(
+            "--allow-simulated", help="Serve a simulated device or synthetic acceptance: no answer means anything."
+        ),
     ] = False,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard too.")] = False,
     verbose: Annotated[bool, typer.Option(help="Show the logs of Ray and of the replicas.")] = False,
@@ -60,12 +63,8 @@ def serve(
         fail("--dashboard: applies to a Ray started here; leave it out with --address", status=BAD_USAGE)
     with user_errors(ConfigError):
         loaded = load_config(config)
-    if loaded.is_simulated and not allow_simulated:
-        fail(
-            f"{config}: engine.device: simulated answers every request with random tokens; if that is meant, add "
-            "--allow-simulated",
-            status=BAD_USAGE,
-        )
+    if loaded.fabrication is not None and not allow_simulated:
+        fail(f"{config}: {FABRICATIONS[loaded.fabrication]}; if that is meant, add --allow-simulated", status=BAD_USAGE)
     http = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     loaded = loaded.model_copy(update={"http": loaded.http.model_copy(update=http)})
     with user_errors(ValueError):
@@ -202,7 +201,7 @@ class _Server:
         deployment = self._config.deployment
         self._app_started = True
         target = ray_serve.RunTarget(
-            target=build({**self._config.to_plain(), ALLOW_SIMULATED: self._config.is_simulated}),
+            target=build({**self._config.to_plain(), ALLOW_SIMULATED: self._config.fabrication is not None}),
             name=deployment.app,
             route_prefix=deployment.route_prefix,
         )
@@ -213,8 +212,10 @@ class _Server:
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
         out = self._console
         out.print(f"\n{name} is served at {self.url}/v1\n", style="bold green", markup=False)
-        if self._config.is_simulated:
-            out.print("The device is simulated: every answer is random tokens.\n", style="yellow", markup=False)
+        if self._config.fabrication is not None:
+            out.print(
+                f"Tokens are {self._config.fabrication}: no answer means anything.\n", style="yellow", markup=False
+            )
         out.print(
             f"  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n",
             markup=False,

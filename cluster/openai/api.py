@@ -35,7 +35,7 @@ def create_app(
         echoes_request_id: False if the server in front answers with X-Request-Id itself.
     """
     app = FastAPI(title=DISTRIBUTION, version=version(), openapi_url=None)
-    app.add_middleware(EnvelopeMiddleware, echoes_request_id=echoes_request_id, is_simulated=service.model.is_simulated)
+    app.add_middleware(EnvelopeMiddleware, echoes_request_id=echoes_request_id, fabrication=service.model.fabrication)
     install_error_handlers(app)
 
     @app.post("/v1/chat/completions")

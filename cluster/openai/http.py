@@ -124,13 +124,13 @@ class EnvelopeMiddleware:
     """Turns what no handler caught into the 500 envelope, and echoes X-Request-Id (or makes one).
 
     echoes_request_id: False where the server in front writes the header itself, as Ray Serve does.
-    is_simulated: mark every response, errors too, with `x-dflash-simulated: 1`.
+    fabrication: mark every response, errors too, with `x-dflash-<fabrication>: 1`; None: with nothing.
     """
 
-    def __init__(self, app: ASGIApp, *, echoes_request_id: bool, is_simulated: bool = False) -> None:
+    def __init__(self, app: ASGIApp, *, echoes_request_id: bool, fabrication: str | None = None) -> None:
         self._app = app
         self._echoes_request_id = echoes_request_id
-        self._is_simulated = is_simulated
+        self._fabrication = fabrication
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -146,8 +146,8 @@ class EnvelopeMiddleware:
                 is_started = True
                 if self._echoes_request_id:
                     MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                if self._is_simulated:
-                    MutableHeaders(scope=message)["x-dflash-simulated"] = "1"
+                if self._fabrication is not None:
+                    MutableHeaders(scope=message)[f"x-dflash-{self._fabrication}"] = "1"
             await send(message)
 
         try:

@@ -41,7 +41,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The one model of a server. name: its id in the API; root: where it came from; created: unix seconds.
 
     max_draft_len: the most drafts a step may verify, 0 without a drafter.
-    is_simulated: no model runs; every response says so.
+    fabrication: why the tokens mean nothing, "simulated" or "synthetic"; every response says so. None: they are real.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_draft_len: int
     created: int
-    is_simulated: bool = False
+    fabrication: str | None = None
 
     def card(self) -> dict[str, Any]:
         """OpenAI's model object with vLLM's additions."""
@@ -227,7 +227,7 @@ class OpenAIService:
             return_token_ids=bool(request.return_token_ids),
             echoes=echoes,
             format_prompt=self._prompt_format(request.prompt_logprobs),
-            system_fingerprint="simulated" if self.model.is_simulated else None,
+            system_fingerprint=self.model.fabrication,
         )
         # Every parameter is checked here, before a place is taken.
         choices = [

@@ -211,7 +211,7 @@ class ApiServer:
         max_num_seqs: int = 4,
         queue_limit: int = 60,
         engine: Any = None,
-        is_simulated: bool = False,
+        fabrication: str | None = None,
     ) -> None:
         self.engine = FakeEngine(tokenizer) if engine is None else engine
         self.tokenizer = tokenizer
@@ -228,7 +228,7 @@ class ApiServer:
                 vocab_size=tokenizer.vocab_size,
                 max_draft_len=MAX_DRAFT_LEN,
                 created=1_700_000_000,
-                is_simulated=is_simulated,
+                fabrication=fabrication,
             ),
             admission=self.admission,
             observer=self.metrics,

@@ -17,7 +17,7 @@ CONFIG_FILE = REPO_ROOT / "configs" / "simulated.yaml"
 
 @pytest.fixture(scope="module")
 def simulated(tokenizer) -> Iterator[ApiServer]:
-    with running(ApiServer(tokenizer, is_simulated=True)) as server:
+    with running(ApiServer(tokenizer, fabrication="simulated")) as server:
         yield server
 
 
@@ -73,3 +73,20 @@ def test_the_builder_wants_it_said(allow: object) -> None:
     build({**config.to_plain(), "allow_simulated": allow})
     with pytest.raises(ConfigError, match="must be true or false, got 1"):
         build({"config": CONFIG_FILE, "allow_simulated": 1})
+
+
+def test_synthetic_acceptance_is_served_only_when_said_and_marked(tokenizer) -> None:
+    with running(ApiServer(tokenizer, fabrication="synthetic")) as server:
+        reply = server.http.post("/v1/completions", json={"model": MODEL, "prompt": "the"})
+        assert reply.headers["x-dflash-synthetic"] == "1"
+        assert reply.json()["system_fingerprint"] == "synthetic"
+    plain = load_config(REPO_ROOT / "configs" / "smollm2-135m.yaml").to_plain()
+    plain["engine"]["synthetic_acceptance_length"] = 3.5
+    with pytest.raises(
+        ConfigError, match=r"accepted by decree, so answers mean nothing; if that is meant, add allow_s"
+    ):
+        build(plain)
+    build({**plain, "allow_simulated": True})
+    del plain["speculative_config"], plain["engine"]["draft_len_choices"]
+    with pytest.raises(ConfigError, match=r"engine.synthetic_acceptance_length: has no effect without speculative_con"):
+        build(plain)
