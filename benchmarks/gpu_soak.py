@@ -1,4 +1,4 @@
-"""Thousands of requests of mixed lengths, a part of them aborted at random, on one GPU: no error, no leak, books in order.
+"""Thousands of requests of mixed lengths, some aborted at random, on one GPU: no error, no leak, books in order.
 
     python benchmarks/gpu_soak.py OUT.json smol --smollm2 MODEL --drafter DIR [--requests 10000] [--concurrency 64]
     python benchmarks/gpu_soak.py OUT.json q8
@@ -28,7 +28,7 @@ from engine.sampling_params import SamplingParams
 
 
 def request_of(rng: random.Random, number: int, vocab: int, longest: int) -> EngineRequest:
-    prompt = [rng.randrange(10, vocab - 10) for _ in range(rng.choice((1, 7, 40, 150, longest // 3)))]
+    prompt = [rng.randrange(10, vocab - 10) for _ in range(min(rng.choice((1, 7, 40, 150, longest)), longest // 3))]
     params: dict[str, Any] = dict(max_tokens=rng.randrange(1, longest // 3), seed=number, detokenize=False)
     params |= dict(ignore_eos=rng.random() < 0.5, min_tokens=min(rng.choice((0, 0, 3)), params["max_tokens"]))
     kind = rng.random()
