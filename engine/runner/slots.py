@@ -138,10 +138,11 @@ class SlotState:
         width = self.stop_ids.shape[1]
         rows = [list(i.stop_token_ids) + [-1] * (width - len(i.stop_token_ids)) for i in inits]
         self.stop_ids[slots] = upload(rows, self._device)
-        self.committed_len[slots] = 0
-        self.draft_count[slots] = 0
-        self.finished[slots] = False
-        self.block_table[slots] = 0
+        # Not `tensor[slots] = 0`: that copies the number from the host and waits for it.
+        self.committed_len.index_fill_(0, slots, 0)
+        self.draft_count.index_fill_(0, slots, 0)
+        self.finished.index_fill_(0, slots, False)
+        self.block_table.index_fill_(0, slots, 0)
         for init in inits:
             self._inits[init.slot] = init
             self._traits[init.slot] = int(SlotTraits.of(init))
