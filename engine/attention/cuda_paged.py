@@ -129,7 +129,7 @@ def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
 
 def _ragged(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
     from engine.kernels.attention_scan import AttentionOptions
-    from engine.kernels.ragged_attention import ragged_attention, ragged_tiles
+    from engine.kernels.ragged_attention import ragged_attention, ragged_tiles, uniform_tiles
 
     n, h, _ = q_nhD.shape
     g = k_cache.shape[2]
@@ -137,8 +137,11 @@ def _ragged(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
     key = (_ragged, h // g, cut.rows)
     tiles_T4 = group.cache.get(key)
     if tiles_T4 is None:
-        tiles = ragged_tiles(group.q_lens, group=h // g, rows=cut.rows)
-        tiles_T4 = group.cache[key] = upload(tiles, q_nhD.device)
+        if min(group.q_lens) == max(group.q_lens):
+            tiles_T4 = uniform_tiles(group.q_lens, group=h // g, rows=cut.rows, device=q_nhD.device)
+        else:
+            tiles_T4 = upload(ragged_tiles(group.q_lens, group=h // g, rows=cut.rows), q_nhD.device)
+        group.cache[key] = tiles_T4
     assert isinstance(tiles_T4, Tensor)
     ragged_attention(
         q_nhD,

@@ -5,6 +5,7 @@ Shapes: N rows, R sequences, h heads, g KV heads, G = h / g, D head size, T tile
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -152,6 +153,16 @@ def ragged_attention(
         num_warps=cut.num_warps,
         launch_pdl=pdl,
     )
+
+
+def uniform_tiles(q_lens: tuple[int, ...], *, group: int, rows: int, device: torch.device) -> Tensor:
+    """`ragged_tiles` of equally long sequences as a tensor made on the device, so that a call can be captured."""
+    length, per_tile = q_lens[0], rows // group
+    per_sequence = -(-length // per_tile)
+    tile_T = torch.arange(len(q_lens) * per_sequence - 1, -1, -1, device=device)
+    sequence_T, query_T = tile_T // per_sequence, tile_T % per_sequence * per_tile
+    num_T = (length - query_T).clamp(max=per_tile)
+    return torch.stack([sequence_T, query_T, num_T, sequence_T * length + query_T], dim=1)
 
 
 def ragged_tiles(q_lens: tuple[int, ...], *, group: int, rows: int) -> list[list[int]]:

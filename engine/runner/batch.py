@@ -103,7 +103,7 @@ class InputBuilder:
             written.append(written_RQ.flatten())
             num_rows, width = ids_RQ.shape
             groups.append(
-                self._group(
+                self.group(
                     first_row=0,
                     slots_R=decode.slots_R,
                     q_lens=(width,) * num_rows,
@@ -142,7 +142,7 @@ class InputBuilder:
         if self._debug_checks:
             assert_owned(cache_RW, live_R[:, None].expand_as(cache_RW), self._block_size)
         cache_RW = cache_RW.masked_fill(~live_R[:, None], 0)
-        group = self._group(
+        group = self.group(
             first_row=0,
             slots_R=slots_R,
             q_lens=(width,) * slots_R.shape[0],
@@ -176,7 +176,7 @@ class InputBuilder:
         starts = upload([c.start for c in prefill], device)
         row_slots = slots.repeat_interleave(lens, output_size=ids.shape[0])
         cache = cache_slots(self._state, row_slots, positions[:, None], self._block_size).flatten()
-        group = self._group(
+        group = self.group(
             first_row=first_row,
             slots_R=slots,
             q_lens=tuple(len(c.token_ids) for c in prefill),
@@ -186,7 +186,7 @@ class InputBuilder:
         )
         return ids, positions, cache, group
 
-    def _group(
+    def group(
         self,
         *,
         first_row: int,

@@ -80,6 +80,11 @@ class DecideAndDraft:
         self._builder = builder
         self._tp = tp
 
+    @property
+    def has_drafter(self) -> bool:
+        """Whether contexts are written and drafts made."""
+        return self._drafter is not None
+
     def decide(
         self,
         step: TargetStep,

@@ -25,7 +25,9 @@ _ARRAY_TYPES = {
 
 
 class Recorder(Protocol):
-    """Turns programs into something that runs them."""
+    """Turns programs into something that runs them. records: programs are not called again once they are recorded."""
+
+    records: bool
 
     def record(self, program: Program) -> Program:
         """What runs the program from now on. Called once a program; the program may run meanwhile."""
@@ -36,6 +38,8 @@ class Recorder(Protocol):
 
 class Repeater:
     """No capture: the program is called each time, with the shapes and buffers that a capture would have."""
+
+    records = False
 
     def record(self, program: Program) -> Program:
         return program
@@ -63,6 +67,8 @@ class GraphRecorder:
 
     num_graphs, seconds: of everything recorded so far. A program that is recorded behind another finds its results.
     """
+
+    records = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -19,6 +19,7 @@ from engine.runner.agreement import RankAgreement
 from engine.runner.batch import DecodeBlock, InputBuilder, decode_block
 from engine.runner.decode_programs import DecodePrograms
 from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
+from engine.runner.prompt_programs import PromptPrograms
 from engine.runner.prompt_scores import ChunkScores, score_prompts
 from engine.runner.recorder import GraphRecorder, Repeater
 from engine.runner.results import LogprobRows, ResultEntry, ResultRing, ResultRows, pack, row_results, unpack
@@ -57,7 +58,7 @@ class ModelRunner:
     """Runs T then D for each plan, in launch order; `collect` hands the results back in the same order.
 
     With decode programs (`config.decode_programs`) a step's decode rows and its prompt chunks run one behind the other,
-    the first in programs of fixed shapes, the second in a ragged forward of its own; without, they share one forward.
+    the first in programs of fixed shapes, the second in others or in a ragged forward; without, they share one forward.
 
     progress: called with a short phase name while programs are recorded. only_pairs: see DecodePrograms.
     """
@@ -105,22 +106,36 @@ class ModelRunner:
         self._agreement = RankAgreement(tp, every_step=config.debug_checks)
         self._results = ResultRing(num_rows=config.max_num_seqs, num_columns=config.max_draft_len + 1, device=device)
         self._launched: deque[_Launched] = deque()
-        self._decode_programs = self._record(progress or (lambda phase: None), only_pairs) if fixed_shapes else None
+        self._decode_programs: DecodePrograms | None = None
+        self._prompt_programs: PromptPrograms | None = None
+        if fixed_shapes:
+            self._record(progress or (lambda phase: None), only_pairs)
 
     @torch.inference_mode()
-    def _record(self, progress: Callable[[str], None], only_pairs: Sequence[tuple[int, int]] | None) -> DecodePrograms:
-        programs = DecodePrograms(
+    def _record(self, progress: Callable[[str], None], only_pairs: Sequence[tuple[int, int]] | None) -> None:
+        recorder = GraphRecorder(self._device) if self.config.decode_programs == "graphs" else Repeater()
+        self._decode_programs = DecodePrograms(
             config=self.config,
             state=self.state,
             builder=self._fixed_builder,
             target_program=self._target_program,
             draft_program=self._draft_program,
-            recorder=GraphRecorder(self._device) if self.config.decode_programs == "graphs" else Repeater(),
+            recorder=recorder,
             device=self._device,
             only_pairs=only_pairs,
         )
-        programs.record(progress)
-        return programs
+        self._prompt_programs = PromptPrograms(
+            config=self.config,
+            state=self.state,
+            builder=self._fixed_builder,
+            target_program=self._target_program,
+            draft_program=self._draft_program,
+            recorder=recorder,
+            device=self._device,
+            only_largest=only_pairs is not None,
+        )
+        self._prompt_programs.record(progress)
+        self._decode_programs.record(progress)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -135,7 +150,9 @@ class ModelRunner:
             rows, scores = self._run_eagerly(plan, plan.decode_slots, plan.prefill, entry)
         else:
             rows, scores = self._run_decode(plan, entry), ()
-            if plan.prefill:
+            if plan.prefill and self._prompt_programs is not None and self._prompt_programs.take(plan.prefill):
+                rows += self._run_prompts(self._prompt_programs, plan, entry)
+            elif plan.prefill:
                 prompt_rows, scores = self._run_eagerly(plan, (), plan.prefill, entry)
                 rows += prompt_rows
         entry.clock.stop()
@@ -166,6 +183,18 @@ class ModelRunner:
         if self.tp.size > 1:
             self._agreement.check(plan.step_id, unpack(packed, plan.decode_slots))
         return [_Rows(inits=inits, place=entry.put(packed), logprobs=None)]
+
+    def _run_prompts(self, programs: PromptPrograms, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
+        """The prompt chunks, one behind the other in recorded programs."""
+        rows: list[_Rows] = []
+
+        def add(chunk: PrefillChunk, packed: torch.Tensor) -> None:
+            if self.tp.size > 1:
+                self._agreement.check(plan.step_id, unpack(packed, (chunk.slot,)))
+            rows.append(_Rows(inits=self.state.inits_of((chunk.slot,)), place=entry.put(packed), logprobs=None))
+
+        programs.run(plan.prefill, plan.draft_len, add)
+        return rows
 
     def _run_eagerly(
         self, plan: StepPlan, decode_slots: tuple[int, ...], prefill: tuple[PrefillChunk, ...], entry: ResultEntry

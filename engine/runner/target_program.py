@@ -50,6 +50,12 @@ class TargetProgram:
             hidden_NH=output.hidden_NH if is_scored else None,
         )
 
+    def run_chunk(self, inputs: ForwardInputs, last_1: torch.Tensor) -> TargetStep:
+        """One prompt chunk in a program of fixed shapes. last_1: its row that needs the head, on the device."""
+        output = self._model(inputs.ids_N, inputs.positions_N, inputs.context, self._kv, self._tap_layers)
+        logits_MV = self._model.logits(output.hidden_NH.index_select(0, last_1))
+        return TargetStep(inputs=inputs, logits_MV=logits_MV, taps_NTH=output.taps_NTH)
+
 
 def _logit_rows(num_decode_tokens: int, prefill: tuple[PrefillChunk, ...]) -> list[int] | None:
     """Rows that need the head: every decode row and the last row of a sampling chunk. None: every row does."""

@@ -12,6 +12,7 @@ import torch
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 from engine.request import EngineRequest
 from engine.runner.decode_programs import Variant, num_table_entries, row_buckets
+from engine.runner.prompt_programs import chunk_sizes
 from engine.runner.recorder import Repeater
 from engine.runner.slots import SlotTraits
 from engine.runner.upload_ring import UploadRing
@@ -109,11 +110,15 @@ def test_random_schedules(models, seed, options):
             pair.run_target = note(used, key, pair.run_target)
             for variant, run in pair.run_draft.items():
                 pair.run_draft[variant] = note(used, variant, run)
+        prompts = llm._rank.runner._prompt_programs._programs
+        for size, programs in prompts.items():
+            programs.run_target = note(used, f"prompt of {size}", programs.run_target)
         # Aborts come at other steps, so only what finished by itself is compared.
         found = drive(llm, seed)
     common = truth.keys() & found.keys()
     assert len(common) >= 8
     assert {name: found[name] for name in common} == {name: truth[name] for name in common}
+    assert any(f"prompt of {size}" in used for size in prompts), "prompts were meant to run in programs"
     assert len(used & {*Variant}) >= 2, "several variants of D were meant to be used"
     assert len({key[0] for key in used if isinstance(key, tuple)}) >= 3, "several buckets were meant to be used"
     assert len({key[1] for key in used if isinstance(key, tuple)}) >= 2, "several draft lengths were meant to be used"
@@ -168,6 +173,30 @@ def test_buckets_cover_every_batch_and_end_at_the_largest():
         buckets = row_buckets(largest)
         assert buckets[0] == 1 and buckets[-1] == largest and list(buckets) == sorted(set(buckets))
         assert all(b <= 2 * a for a, b in itertools.pairwise(buckets))
+
+
+def test_chunk_sizes_end_at_the_longest():
+    assert chunk_sizes(20) == (20,)
+    assert chunk_sizes(100) == (32, 64, 96, 100)
+    assert chunk_sizes(8192)[-2:] == (6144, 8192)
+    assert chunk_sizes(20000)[-2:] == (8192, 20000)
+
+
+def test_a_prompt_in_pieces_of_every_size_and_many_at_once(models):
+    """Chunks in the middle leave K/V and context behind; more than a few prompts share a ragged forward."""
+    generator = torch.Generator().manual_seed(4)
+    long = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (120, 1, 97)]
+    many = [torch.randint(0, 256, (3 + n,), generator=generator).tolist() for n in range(9)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = []
+    for decode_programs in ("eager", "repeated"):
+        for chunk in (17, 70, 160):
+            options = dict(max_num_seqs=9, max_num_batched_tokens=chunk, max_model_len=160, num_blocks=260)
+            with build(models, decode_programs, **options) as llm:
+                found.append([o.outputs[0].token_ids for texts in (long, many) for o in llm.generate(texts, params)])
+                found[-1].append(llm.core.counters().num_accepted_tokens)
+    assert found[0][:-1] == found[1][:-1] == found[2][:-1]
+    assert found[3:] == found[:3], "with equal chunks even the accepted drafts are equal"
 
 
 def test_the_variant_holds_what_any_row_needs():

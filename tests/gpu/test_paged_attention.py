@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.kernels.attention_scan import PLAIN, AttentionOptions
 from engine.kernels.decode_attention import Workspace, decode_attention, row_tiles
-from engine.kernels.ragged_attention import ragged_attention, ragged_tiles
+from engine.kernels.ragged_attention import ragged_attention, ragged_tiles, uniform_tiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SPLITS = (1, 3, 8, 11)
@@ -152,3 +152,10 @@ def test_ragged(case: Problem, device: str) -> None:
                 q, k, v, window=options.window, soft_cap=options.soft_cap, sink_h=options.sink_h
             )
             torch.testing.assert_close(out.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("q_lens", [(5,), (64,), (33, 33, 33), (200, 200)])
+def test_uniform_tiles_are_the_ragged_ones(q_lens: tuple[int, ...]) -> None:
+    for group, rows in ((1, 64), (4, 64), (3, 128)):
+        tiles_T4 = uniform_tiles(q_lens, group=group, rows=rows, device=torch.device("cpu"))
+        assert tiles_T4.tolist() == ragged_tiles(q_lens, group=group, rows=rows)
