@@ -27,6 +27,7 @@ from engine.simulated.profile import SimulationOptions
 
 # Keys of `speculative_config` that a running application takes over; the class itself belongs to the engine.
 LIVE_SPECULATIVE_KEYS = frozenset({"draft_len_schedule"})
+SHADOW_TIME_SHARE = 0.01  # of device time, for a controller's counts at draft lengths that are not in force
 
 # What to tell who is about to serve tokens that mean nothing, by `ClusterConfig.fabrication`.
 FABRICATIONS = {
@@ -117,6 +118,7 @@ class ClusterConfig(Section):
             "pipeline_depth": self.engine.pipeline_depth,
             "draft_len_choices": self.engine.draft_len_choices,
             "synthetic_acceptance_length": self.engine.synthetic_acceptance_length,
+            "shadow_time_share": SHADOW_TIME_SHARE if self.controller.enabled else 0.0,
             "simulation": simulation,
         }
 

@@ -11,9 +11,11 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
+from msgspec import structs
 
 from engine.config.engine import EngineConfig
 from engine.kv_cache.manager import KvCacheManager
@@ -26,6 +28,7 @@ from engine.sequence import Sequence, SequenceState
 from engine.speculative.counters import CounterSnapshot, SpeculationCounters, drafts_at_risk
 from engine.speculative.gate import SpeculationGate
 from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck, Version
+from engine.speculative.shadow import ShadowScoring
 from engine.step import Finish, RowResult, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -87,6 +90,11 @@ class EngineCore:
         self._schedule = DraftLengthSchedule(dict(config.draft_len_schedule))
         assert set(self._schedule.entries.values()) <= set(config.draft_len_choices), "resolved schedules are rounded"
         self._schedule_version: Version = (0, 0)
+        self._shadow: ShadowScoring | None = None
+        if config.shadow_time_share and config.max_draft_len and config.synthetic_acceptance_length is None:
+            self._shadow = ShadowScoring(
+                max_draft_len=config.max_draft_len, time_share=config.shadow_time_share, counters=self._counters
+            )
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[ScheduledStep] = deque()
         self._deltas: list[TokenDelta] = []
@@ -128,6 +136,8 @@ class EngineCore:
         seq = self._sequences.get(request_id)
         if seq is not None:
             self._end(seq, "abort")
+            if self._shadow is not None:
+                self._shadow.end(seq)
             num_cached_tokens = max(seq.num_cached_tokens, 0)
             self._deltas.append(
                 TokenDelta(request_id=request_id, finish_reason="abort", num_cached_tokens=num_cached_tokens)
@@ -162,6 +172,9 @@ class EngineCore:
         if scheduled is None:
             return False
         self._next_step_id += 1
+        if self._shadow is not None and self._speculates and self._shadow.is_due(scheduled.plan):
+            plan = structs.replace(scheduled.plan, draft_len=self._config.max_draft_len, report_drafts=True)
+            scheduled = replace(scheduled, plan=plan)
         self._in_flight.append(scheduled)
         if self._broadcast is not None:
             self._broadcast(scheduled.plan)
@@ -208,6 +221,8 @@ class EngineCore:
             )
         for seq, row in zip(sampling, result.rows[num_decode:], strict=True):
             self._read_row(seq, row, is_decode_step=False)
+        if self._shadow is not None:
+            self._shadow.read(plan, result, [*scheduled.decode, *sampling])
         for seq in scheduled.decode:
             self._scheduler.step_was_read(seq)
         for chunk in scheduled.prefill:
@@ -300,9 +315,11 @@ class EngineCore:
 
     def _draft_len_for(self, batch_size: int) -> int:
         """K in force for a batch size: the schedule's, 0 once the gate has tripped."""
-        if self._gate is not None and self._gate.disabled:
-            return 0
-        return self._schedule.draft_len(batch_size)
+        return self._schedule.draft_len(batch_size) if self._speculates else 0
+
+    @property
+    def _speculates(self) -> bool:
+        return self._gate is None or not self._gate.disabled
 
     def apply_schedule(self, version: Version, schedule: Mapping[int, int]) -> ScheduleAck:
         """Puts a newer schedule in force from the next planned step on. Steps in flight keep their own K, and

@@ -107,6 +107,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     verify_len: K of T. A row's own drafts are min(verify_len, its draft_count, max_len - 2 - committed_len).
     draft_len:  K of D: drafts made for the next step; 0 skips the drafting but never the drafter's context.
+    report_drafts: the rows' results carry the drafts that this D makes.
     zero_blocks: their K/V, and the null block's, are zeroed: a former owner wrote values that are not finite.
     Order of application: zero_blocks, new_slots, block_updates, T, D.
     """
@@ -119,6 +120,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     new_slots: tuple[SlotInit, ...] = ()
     block_updates: tuple[BlockTableUpdate, ...] = ()
     zero_blocks: tuple[int, ...] = ()
+    report_drafts: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -141,6 +143,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_drafted:  k, the row's own drafts in this verify (0 for a prefill row).
     num_accepted: drafts that matched, before any cut by a stop or by the length limit (<= num_drafted).
     len(token_ids) <= num_accepted + 1; smaller only when the block was cut.
+    drafts:       what D drafted behind the last token, if the plan says report_drafts and the row goes on.
     """
 
     slot: int
@@ -150,6 +153,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_accepted: int = 0
     finish: Finish = Finish.NONE
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    drafts: tuple[int, ...] = ()
 
 
 class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

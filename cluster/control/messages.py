@@ -3,6 +3,7 @@
 All counts are cumulative since the replica's engine started: a report that is lost, repeated or late changes nothing.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -120,11 +121,16 @@ def cell_counts(snapshot: CounterSnapshot) -> tuple[CellCounts, ...]:
             rows=cell.rows,
             decode_steps=cell.decode_steps,
             decode_time_s=cell.decode_time_s,
-            at_risk=cell.at_risk,
-            accepted=cell.accepted,
+            at_risk=_sum(cell.at_risk, cell.shadow_at_risk),
+            accepted=_sum(cell.accepted, cell.shadow_accepted),
         )
         for cell in snapshot.cells
     )
+
+
+def _sum(verified: tuple[int, ...], shadow: tuple[int, ...]) -> tuple[int, ...]:
+    """By position; either may be the longer one."""
+    return tuple(map(sum, itertools.zip_longest(verified, shadow, fillvalue=0)))
 
 
 def report_interval_s(num_replicas: int) -> float:

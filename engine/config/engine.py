@@ -60,6 +60,7 @@ class EngineConfig:
     enable_penalty: bool = False
     enable_top_k: bool = True
     enable_top_p: bool = True
+    shadow_time_share: float = 0.0  # of device time, for scoring drafts beyond K (`engine.speculative.shadow`)
     simulation: Simulation | None = None  # of device "simulated", and only there
     debug_checks: bool = False
     context_bucket: int = 64  # attention lengths are padded to its multiples, so that shapes repeat

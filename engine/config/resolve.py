@@ -51,6 +51,7 @@ def resolve_engine_config(
     draft_len_choices: Sequence[int] | None = None,
     decode_programs: str | None = None,
     synthetic_acceptance_length: float | None = None,
+    shadow_time_share: float = 0.0,
     simulation: SimulationOptions | None = None,
     load_format: str = "auto",
     debug_checks: bool = False,
@@ -69,6 +70,7 @@ def resolve_engine_config(
     draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len. decode_programs: default "graphs" on CUDA, "eager"
     on the CPU (see EngineConfig). synthetic_acceptance_length: for benchmarks alone: drafts are accepted by decree, so
     the output means nothing.
+    shadow_time_share: device time that scoring drafts beyond K may take, which a speculation controller learns from.
     simulation: of device "simulated", which needs no weights: a local source may be a directory with config.json and
     a tokenizer alone.
     machine: facts to size things by, default those of this process.
@@ -100,6 +102,8 @@ def resolve_engine_config(
     elif draft_len_choices is not None:
         raise ValueError("draft_len_choices: has no effect without speculative_config; leave it out")
 
+    if not 0.0 <= shadow_time_share <= 0.5:
+        raise ValueError(f"shadow_time_share: must lie between 0 and 0.5, got {shadow_time_share}")
     if (simulation is not None) != (device == "simulated"):
         raise ValueError("simulation: device 'simulated' needs it, and no other device takes it")
     needs_weights = device != "simulated"
@@ -162,6 +166,7 @@ def resolve_engine_config(
         enable_penalty=speculative_config is None or speculative_config.enable_penalty,
         enable_top_k=mode not in (AdvancedSamplingMode.NO_TOPK, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
         enable_top_p=mode not in (AdvancedSamplingMode.NO_TOPP, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
+        shadow_time_share=shadow_time_share,
         simulation=None
         if simulation is None
         else load_simulation(simulation, max_num_seqs=max_num_seqs, draft_len_choices=choices),

@@ -111,7 +111,7 @@ class ResultRing:
     """Entries taken in turn: one more than steps can be in flight."""
 
     def __init__(self, *, num_rows: int, num_columns: int, device: torch.device) -> None:
-        capacity = num_rows * (NUM_COUNTS + num_columns)
+        capacity = num_rows * (NUM_COUNTS + 2 * num_columns)  # tokens, and the drafts behind them
         self._entries = [ResultEntry(capacity, device) for _ in range(_RING_ENTRIES)]
         self._next = 0
 
@@ -143,8 +143,13 @@ def unpack(packed_SW: torch.Tensor, slots: Sequence[int]) -> Decision:
     )
 
 
-def row_results(packed: list[list[int]], inits: Sequence[SlotInit], logprobs: LogprobRows | None) -> list[RowResult]:
-    """One RowResult per sampling row, in the order of `packed` and `inits`."""
+def row_results(
+    packed: list[list[int]],
+    inits: Sequence[SlotInit],
+    logprobs: LogprobRows | None,
+    drafts: Sequence[tuple[int, ...]] | None,
+) -> list[RowResult]:
+    """One RowResult per sampling row, in the order of `packed` and `inits`. drafts: None where nobody asked."""
     entries = {} if logprobs is None else logprobs.messages(inits, [row[0] for row in packed])
     return [
         RowResult(
@@ -155,6 +160,7 @@ def row_results(packed: list[list[int]], inits: Sequence[SlotInit], logprobs: Lo
             num_accepted=row[1],
             finish=_FINISH[row[3]],
             logprobs=entries.get(i),
+            drafts=() if drafts is None else drafts[i],
         )
         for i, (row, init) in enumerate(zip(packed, inits, strict=True))
     ]

@@ -22,6 +22,7 @@ from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
 from engine.runner.prompt_programs import PromptPrograms
 from engine.runner.prompt_scores import ChunkScores, score_prompts
 from engine.runner.recorder import GraphRecorder, Repeater
+from engine.runner.reported_drafts import drafts_of, pack_drafts
 from engine.runner.results import LogprobRows, ResultEntry, ResultRing, ResultRows, pack, row_results, unpack
 from engine.runner.slots import SlotState, SlotTraits
 from engine.runner.target_program import TargetProgram, TargetStep
@@ -33,12 +34,14 @@ from engine.step import PrefillChunk, RowResult, SlotInit, StepPlan, StepResult
 class _Rows:
     """Rows of a step that were decided together. place: where the step's entry will hold their results.
 
-    inits: their requests in plan order. logprobs: None where nobody asked for any.
+    inits: their requests in plan order. logprobs: None where nobody asked for any. drafts: where their drafts will be,
+    if the plan wants them.
     """
 
     inits: tuple[SlotInit, ...]
     place: ResultRows
     logprobs: LogprobRows | None
+    drafts: ResultRows | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,9 +183,10 @@ class ModelRunner:
             output = pair.output(len(inits))
             return self._decide_and_draft(plan, output.step, output.decode, (), plan.draft_len, inits, entry)
         packed = programs.run_draft(pair, plan, traits)
+        drafts = self._report_drafts(plan, upload(plan.decode_slots, self._device), entry)
         if self.tp.size > 1:
             self._agreement.check(plan.step_id, unpack(packed, plan.decode_slots))
-        return [_Rows(inits=inits, place=entry.put(packed), logprobs=None)]
+        return [_Rows(inits=inits, place=entry.put(packed), logprobs=None, drafts=drafts)]
 
     def _run_prompts(self, programs: PromptPrograms, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
         """The prompt chunks, one behind the other in recorded programs."""
@@ -239,10 +243,14 @@ class ModelRunner:
         assert step.logits_MV is not None
         self._logits_stage.commit(decision.slots_S, decision.tokens_SE, decision.num_emitted_S, inits)
         self._draft_program.draft(decision.slots_S, plan.draft_len)
+        drafts = self._report_drafts(plan, decision.slots_S, entry)
         # Here and not in `collect`: it may gather over the ranks, and collectives follow the launch order.
         logprobs = LogprobRows.of(decision, inits, step.logits_MV, num_decode, self.tp)
         self._agreement.check(plan.step_id, decision)
-        return [_Rows(inits=inits, place=entry.put(pack(decision)), logprobs=logprobs)]
+        return [_Rows(inits=inits, place=entry.put(pack(decision)), logprobs=logprobs, drafts=drafts)]
+
+    def _report_drafts(self, plan: StepPlan, slots_S: torch.Tensor, entry: ResultEntry) -> ResultRows | None:
+        return entry.put(pack_drafts(self.state, slots_S, plan.draft_len)) if plan.report_drafts else None
 
     def _with_rules(
         self,
@@ -271,7 +279,8 @@ class ModelRunner:
         done.entry.clock.wait()
         results: list[RowResult] = []
         for rows in done.rows:
-            results += row_results(done.entry.read(rows.place), rows.inits, rows.logprobs)
+            drafts = None if rows.drafts is None else drafts_of(done.entry.read(rows.drafts))
+            results += row_results(done.entry.read(rows.place), rows.inits, rows.logprobs, drafts)
         return StepResult(
             step_id=done.plan.step_id,
             rows=tuple(results),

@@ -120,13 +120,13 @@ class SimulatedRunner:
         token_ids, finish = self._emit(state, start + 1, num_accepted + 1)
         state.committed_len = start + len(token_ids)
         self._draft(state, plan)
-        return self._row(state, token_ids, finish, num_drafted=k, num_accepted=num_accepted)
+        return self._row(state, plan, token_ids, finish, num_drafted=k, num_accepted=num_accepted)
 
     def _end_prompt(self, chunk: PrefillChunk, plan: StepPlan) -> RowResult:
         state = self._slots[chunk.slot]
         token_ids, finish = self._emit(state, state.committed_len, 1)
         self._draft(state, plan)
-        return self._row(state, token_ids, finish, num_drafted=0, num_accepted=0)
+        return self._row(state, plan, token_ids, finish)
 
     def _emit(self, state: _Slot, position: int, num_tokens: int) -> tuple[list[int], Finish]:
         """Tokens from `position` on, cut at a stop id or at max_len."""
@@ -165,8 +165,22 @@ class SimulatedRunner:
         )
         state.draft_count = plan.draft_len if can_draft else 0
 
+    def _drafts(self, state: _Slot) -> tuple[int, ...]:
+        """The tokens of the block that was just made: the right ones, then wrong ones."""
+        start, count = state.committed_len, state.draft_count
+        num_right = min(count, state.story.num_right(start)) if count else 0
+        tokens = state.story.tokens(start + 1, start + 1 + count)
+        return (*tokens[:num_right], *[self._other_than(token, frozenset((token,))) for token in tokens[num_right:]])
+
     def _row(
-        self, state: _Slot, token_ids: list[int], finish: Finish, *, num_drafted: int, num_accepted: int
+        self,
+        state: _Slot,
+        plan: StepPlan,
+        token_ids: list[int],
+        finish: Finish,
+        *,
+        num_drafted: int = 0,
+        num_accepted: int = 0,
     ) -> RowResult:
         init = state.init
         logprobs = None
@@ -180,6 +194,7 @@ class SimulatedRunner:
             num_accepted=num_accepted,
             finish=finish,
             logprobs=logprobs,
+            drafts=self._drafts(state) if plan.report_drafts else (),
         )
 
     def _prompt_scores(self, chunk: PrefillChunk) -> PromptScores:

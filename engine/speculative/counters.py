@@ -4,6 +4,7 @@ Every count only grows while the engine lives, so a reader that missed, repeated
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
@@ -16,6 +17,8 @@ class StepCell(msgspec.Struct, frozen=True, kw_only=True):
         program), and their device seconds.
     at_risk[j-1]:     rows whose own k >= j and whose first j-1 drafts were accepted.
     accepted[j-1]:    those of them whose draft j was accepted. A block cut by a stop is at risk up to the cut.
+    shadow_at_risk, shadow_accepted: the same for drafts that were compared instead of verified, of blocks made in steps
+        of this program (`engine.speculative.shadow`): positions behind the row's own k. No draft counts in both.
     """
 
     batch_bucket: int
@@ -27,6 +30,8 @@ class StepCell(msgspec.Struct, frozen=True, kw_only=True):
     decode_time_s: float
     at_risk: tuple[int, ...]
     accepted: tuple[int, ...]
+    shadow_at_risk: tuple[int, ...] = ()
+    shadow_accepted: tuple[int, ...] = ()
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -41,6 +46,7 @@ class CounterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All counts since the engine started. Tokens, rows and steps; times in seconds.
 
     device_time_s: device time of all steps read, prefill included; on a simulated device simulated seconds.
+    shadow_time_s: the part of it that shadow scoring took.
     num_drafts, num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos are vLLM's spec_decode counters:
     rows that had drafts at risk, those drafts, those accepted, and the latter by position.
     prefix_cache_queries / prefix_cache_hits: prompt tokens looked up and found, first admissions only.
@@ -52,6 +58,7 @@ class CounterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[StepCell, ...]
     num_steps: int
     device_time_s: float
+    shadow_time_s: float
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -82,7 +89,7 @@ def drafts_at_risk(*, num_tokens: int, num_drafted: int, num_accepted: int) -> t
 
 
 class _Cell:
-    __slots__ = ("decode_steps", "decode_time_s", "outcomes", "rows", "steps", "tokens")
+    __slots__ = ("decode_steps", "decode_time_s", "outcomes", "rows", "shadows", "steps", "tokens")
 
     def __init__(self) -> None:
         self.steps = 0
@@ -91,6 +98,7 @@ class _Cell:
         self.decode_steps = 0
         self.decode_time_s = 0.0
         self.outcomes: Counter[tuple[int, int]] = Counter()  # (drafted, accepted) -> rows
+        self.shadows: Counter[tuple[int, int, int]] = Counter()  # (verified, drafted, accepted) -> blocks
 
 
 class SpeculationCounters:
@@ -101,6 +109,7 @@ class SpeculationCounters:
         self._cells: dict[tuple[int, int], _Cell] = {}
         self.num_steps = 0
         self.device_time_s = 0.0
+        self.shadow_time_s = 0.0
         self.prefill_tokens = 0
         self.generation_tokens = 0
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -119,10 +128,7 @@ class SpeculationCounters:
         num_program_rows: rows of the program, finished ones included (they cost time). outcomes: (drafted, accepted) of
         each live row. steady_time_s: device time of a decode-only step with equal verify and draft length, else None.
         """
-        key = (batch_bucket(num_program_rows, self._max_num_seqs), verify_len)
-        cell = self._cells.get(key)
-        if cell is None:
-            cell = self._cells[key] = _Cell()
+        cell = self._cell(num_program_rows, verify_len)
         cell.steps += 1
         cell.rows += len(outcomes)
         cell.tokens += num_tokens
@@ -130,6 +136,21 @@ class SpeculationCounters:
         if steady_time_s is not None:
             cell.decode_steps += 1
             cell.decode_time_s += steady_time_s
+
+    def record_shadow(
+        self, *, num_program_rows: int, verify_len: int, num_verified: int, num_drafted: int, num_accepted: int
+    ) -> None:
+        """One block that was compared. num_drafted, num_accepted: of all its drafts, as for a verified block; the first
+        num_verified of them are counted there."""
+        if num_drafted > num_verified and num_accepted >= num_verified:
+            self._cell(num_program_rows, verify_len).shadows[num_verified, num_drafted, num_accepted] += 1
+
+    def _cell(self, num_program_rows: int, verify_len: int) -> _Cell:
+        key = (batch_bucket(num_program_rows, self._max_num_seqs), verify_len)
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = _Cell()
+        return cell
 
     def snapshot(
         self,
@@ -149,10 +170,11 @@ class SpeculationCounters:
             cells=cells,
             num_steps=self.num_steps,
             device_time_s=self.device_time_s,
+            shadow_time_s=self.shadow_time_s,
             num_drafts=sum(num for (drafted, _), num in outcomes.items() if drafted),
             num_draft_tokens=sum(drafted * num for (drafted, _), num in outcomes.items()),
             num_accepted_tokens=sum(accepted * num for (_, accepted), num in outcomes.items()),
-            num_accepted_tokens_per_pos=_positions(outcomes)[1],
+            num_accepted_tokens_per_pos=_positions(_unskipped(outcomes))[1],
             prompt_tokens=prompt_tokens,
             prefill_tokens=self.prefill_tokens,
             generation_tokens=self.generation_tokens,
@@ -164,20 +186,26 @@ class SpeculationCounters:
         )
 
 
-def _positions(outcomes: Counter[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(at_risk, accepted) by position from (drafted, accepted) -> rows."""
-    width = max((drafted for drafted, _ in outcomes), default=0)
+def _unskipped(outcomes: Counter[tuple[int, int]]) -> dict[tuple[int, int, int], int]:
+    """Verified blocks: every position of them counts."""
+    return {(0, drafted, accepted): num for (drafted, accepted), num in outcomes.items()}
+
+
+def _positions(outcomes: Mapping[tuple[int, int, int], int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(at_risk, accepted) by position from (positions not counted, drafted, accepted) -> rows."""
+    width = max((drafted for _, drafted, _ in outcomes), default=0)
     at_risk, accepted = [0] * width, [0] * width
-    for (num_drafted, num_accepted), num in outcomes.items():
-        for index in range(min(num_drafted, num_accepted + 1)):
+    for (num_skipped, num_drafted, num_accepted), num in outcomes.items():
+        for index in range(num_skipped, min(num_drafted, num_accepted + 1)):
             at_risk[index] += num
-        for index in range(num_accepted):
+        for index in range(num_skipped, num_accepted):
             accepted[index] += num
     return tuple(at_risk), tuple(accepted)
 
 
 def _expand(key: tuple[int, int], cell: _Cell) -> StepCell:
-    at_risk, accepted = _positions(cell.outcomes)
+    at_risk, accepted = _positions(_unskipped(cell.outcomes))
+    shadow_at_risk, shadow_accepted = _positions(cell.shadows)
     return StepCell(
         batch_bucket=key[0],
         draft_len=key[1],
@@ -188,4 +216,6 @@ def _expand(key: tuple[int, int], cell: _Cell) -> StepCell:
         decode_time_s=cell.decode_time_s,
         at_risk=at_risk,
         accepted=accepted,
+        shadow_at_risk=shadow_at_risk,
+        shadow_accepted=shadow_accepted,
     )

@@ -35,7 +35,9 @@ def measure_step_times(
     The runner must be idle and is so afterwards; its cache holds nothing that a later request may reuse.
     """
     core = EngineCore(
-        config=replace(config, gate_window=0, enable_prefix_caching=False), runner=runner, broadcast=broadcast
+        config=replace(config, gate_window=0, enable_prefix_caching=False, shadow_time_share=0.0),
+        runner=runner,
+        broadcast=broadcast,
     )
     deadline = now() + budget_s
     pairs = list(_telling_first(config))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.control.counts import HALF_LIFE_S, DifferenceLog, ReplicaCounts, TrafficClock
-from cluster.control.messages import CellCounts, report_interval_s
+from cluster.control.messages import CellCounts, cell_counts, report_interval_s
+from engine.speculative.counters import SpeculationCounters
 from tests.control.messages import CountingReplica
 
 
@@ -110,3 +111,18 @@ def test_weights_halve_and_old_rows_leave_a_log_that_grows_and_widens() -> None:
 @pytest.mark.parametrize(("num", "seconds"), [(1, 1.0), (250, 1.0), (1000, 4.0), (9000, 10.0)])
 def test_report_interval_keeps_the_rate_at_250_a_second(num: int, seconds: float) -> None:
     assert report_interval_s(num) == seconds
+
+
+def test_shadow_counts_join_the_verified_ones_by_position() -> None:
+    counters = SpeculationCounters(max_num_seqs=4)
+    counters.record_decode(num_program_rows=1, verify_len=1, outcomes=[(1, 1)], num_tokens=2, steady_time_s=None)
+    # The first of four drafts was verified; the second was right, the third wrong.
+    counters.record_shadow(num_program_rows=1, verify_len=1, num_verified=1, num_drafted=4, num_accepted=2)
+    # Rejected by the verify: nothing is left to compare.
+    counters.record_shadow(num_program_rows=1, verify_len=1, num_verified=1, num_drafted=4, num_accepted=0)
+    snapshot = counters.snapshot(
+        preemptions=0, prompt_tokens=0, prefix_cache_queries=0, prefix_cache_hits=0, prefix_cache_evictions=0
+    )
+    (cell,) = cell_counts(snapshot)
+    assert (cell.at_risk, cell.accepted) == ((1, 1, 1, 0), (1, 1, 0, 0))
+    assert (snapshot.num_draft_tokens, snapshot.num_accepted_tokens) == (1, 1), "users see what was verified"

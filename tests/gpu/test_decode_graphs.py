@@ -6,6 +6,7 @@ import torch
 from engine import SamplingParams
 from engine.runner.recorder import GraphRecorder
 from tests.engine.test_decode_programs import build, drive
+from tests.engine.test_shadow_scoring import check_real_drafter
 from tests.toy import make_drafter, make_target
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +56,10 @@ def test_the_loop_never_waits_for_the_device(models):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert second == first
+
+
+def test_captured_programs_report_drafts_for_scoring(models):
+    check_real_drafter(models, 0, device="cuda", decode_programs="graphs", pipeline_depth=1)
 
 
 def test_a_borrowed_tensor_is_the_memory_and_does_not_hold_it():
