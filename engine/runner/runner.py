@@ -41,7 +41,7 @@ class _Rows:
     inits: tuple[SlotInit, ...]
     place: ResultRows
     logprobs: LogprobRows | None
-    drafts: ResultRows | None
+    drafts: ResultRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
