@@ -133,8 +133,11 @@ def main() -> None:
     ratios["dflash scheduled c=8 / plain c=8"] = medians["dflash c=8 scheduled K=0"] / medians["plain c=8"]
     record = {
         "command": command_line(),
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": args.threads,
-                    "capability": torch.backends.cpu.get_cpu_capability()},
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "threads": args.threads,
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "tokens_per_s": medians,
         "all_tokens_per_s": {n: [round(v, 2) for v in vs] for n, vs in speeds.items()},

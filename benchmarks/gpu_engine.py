@@ -117,6 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trace", action="store_true", help="one more run per row under the profiler")
     parser.add_argument("--strict", action="store_true", help="any synchronising call in the loop is an error")
     return parser.parse_args()
 
@@ -173,13 +174,40 @@ def main() -> None:
                     num_bytes += head.numel() * head.element_size() if draft_len else 0
                     row["roofline_ms"] = round(1e3 * num_bytes / bandwidth, 4)
                     row["step_over_roofline"] = round(row["decode_step_ms"] / row["roofline_ms"], 3)
+                if args.trace:
+                    if max(args.draft_lens):
+                        lab.set_draft_len(draft_len)
+                    row["trace"] = trace(lab, bank[:concurrency], args.tokens)
                 record["rows"].append(row)
-                print("ROW", json.dumps(row), flush=True)
+                print("ROW", json.dumps({k: v for k, v in row.items() if k != "trace"}), flush=True)
                 save(args.out, record)
         lab.core.check_integrity()
         record["finished_at_s"] = round(time.process_time(), 1)
         save(args.out, record)
         lab.close()
+
+
+def trace(lab: Lab, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    """Where a run's device time goes: kernels by name, mean microseconds and calls per step, and what lies between."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run = lab.run(prompts, num_tokens)
+    kernels = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    steps = run.num_steps
+    busy_us = sum(event.self_device_time_total for event in kernels)
+    return {
+        "steps": steps,
+        "device_us_per_step": round(1e6 * run.device_s / steps, 1),
+        "in_kernels_us_per_step": round(busy_us / steps, 1),
+        "kernels_per_step": round(sum(event.count for event in kernels) / steps, 1),
+        "kernels": [
+            {
+                "name": event.key[:90],
+                "us_per_step": round(event.self_device_time_total / steps, 2),
+                "calls_per_step": round(event.count / steps, 2),
+            }
+            for event in kernels[:30]
+        ],
+    }
 
 
 def medians(found: list[dict[str, Any]]) -> dict[str, Any]:

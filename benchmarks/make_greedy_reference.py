@@ -77,9 +77,7 @@ def main() -> None:
         },
         "generated_again_alone": again,
         "seconds": round(time.perf_counter() - started, 1),
-        "cases": [
-            {"set": jobs[i][0], "prompt_token_ids": prompts[i], "token_ids": found[i]} for i in range(len(jobs))
-        ],
+        "cases": [{"set": jobs[i][0], "prompt_token_ids": prompts[i], "token_ids": found[i]} for i in range(len(jobs))],
     }
     args.out.write_text(json.dumps(record))
 
