@@ -183,7 +183,9 @@ class ModelRunner:
             output = pair.output(len(inits))
             return self._decide_and_draft(plan, output.step, output.decode, (), plan.draft_len, inits, entry)
         packed = programs.run_draft(pair, plan, traits)
-        drafts = self._report_drafts(plan, upload(plan.decode_slots, self._device), entry)
+        drafts = None
+        if plan.report_drafts:
+            drafts = self._report_drafts(plan, upload(plan.decode_slots, self._device), entry)
         if self.tp.size > 1:
             self._agreement.check(plan.step_id, unpack(packed, plan.decode_slots))
         return [_Rows(inits=inits, place=entry.put(packed), logprobs=None, drafts=drafts)]
