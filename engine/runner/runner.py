@@ -245,14 +245,14 @@ class ModelRunner:
         assert step.logits_MV is not None
         self._logits_stage.commit(decision.slots_S, decision.tokens_SE, decision.num_emitted_S, inits)
         self._draft_program.draft(decision.slots_S, plan.draft_len)
-        drafts = self._report_drafts(plan, decision.slots_S, entry)
+        drafts = self._report_drafts(plan, decision.slots_S, entry) if plan.report_drafts else None
         # Here and not in `collect`: it may gather over the ranks, and collectives follow the launch order.
         logprobs = LogprobRows.of(decision, inits, step.logits_MV, num_decode, self.tp)
         self._agreement.check(plan.step_id, decision)
         return [_Rows(inits=inits, place=entry.put(pack(decision)), logprobs=logprobs, drafts=drafts)]
 
-    def _report_drafts(self, plan: StepPlan, slots_S: torch.Tensor, entry: ResultEntry) -> ResultRows | None:
-        return entry.put(pack_drafts(self.state, slots_S, plan.draft_len)) if plan.report_drafts else None
+    def _report_drafts(self, plan: StepPlan, slots_S: torch.Tensor, entry: ResultEntry) -> ResultRows:
+        return entry.put(pack_drafts(self.state, slots_S, plan.draft_len))
 
     def _with_rules(
         self,
