@@ -13,6 +13,7 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+REPETITION_PENALTY_RANGE = (0.01, 100.0)  # beyond it, penalised float32 logits may overflow
 MIN_TEMPERATURE = 1e-5  # below it, scaled float32 logits overflow and ties decide
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
 
@@ -112,8 +113,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             _check_float(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY)
-        if _check_float("repetition_penalty", self.repetition_penalty, low=0.0) == 0.0:
-            raise ValueError("repetition_penalty must be greater than 0, got 0; 1 switches it off.")
+        low, high = REPETITION_PENALTY_RANGE
+        _check_float("repetition_penalty", self.repetition_penalty, low=low, high=high)
 
     def _check_logit_rules(self) -> None:
         """logit_bias, allowed_token_ids and bad_words; empty biases and words become None, which is off."""

@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.openai.errors import ApiError, from_value_error, invalid
 from cluster.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from engine.sampling_params import SamplingParams, choice_seed
+from engine.sampling_params import REPETITION_PENALTY_RANGE, SamplingParams, choice_seed
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
             ("top_p", 0, 1),
             ("top_k", -1, math.inf),
             ("min_p", 0, 1),
-            ("repetition_penalty", 0.01, math.inf),
+            ("repetition_penalty", *REPETITION_PENALTY_RANGE),
         ):
             value = values.get(name, low)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
