@@ -6,7 +6,7 @@ from engine.config.engine import EngineConfig
 from engine.request import EngineRequest
 from engine.step import LogitsRules
 
-MAX_SCORES_PER_STEP = 1 << 20  # log-probabilities in one message to the front end, about 15 bytes each
+MAX_SCORES_PER_STEP = 1 << 19  # log-probabilities in one message to the front end, at most 22 bytes each
 
 
 def check_request(request: EngineRequest, config: EngineConfig, stop_token_ids: Sequence[int]) -> None:

@@ -96,6 +96,6 @@ def test_two_ranks_report_the_whole_vocabulary(models, reference):
 
 def test_more_alternatives_than_a_message_holds_are_refused(models):
     with engine(models, max_num_batched_tokens=200_000) as llm:
-        with pytest.raises(ValueError, match=r"^prompt_logprobs: with max_num_batched_tokens = 200000 at most 4"):
+        with pytest.raises(ValueError, match=r"^prompt_logprobs: with max_num_batched_tokens = 200000 at most 1"):
             llm.generate([1, 2], SamplingParams(prompt_logprobs=5))
-        assert len(llm.generate([1, 2], SamplingParams(prompt_logprobs=4, max_tokens=1))[0].prompt_logprobs) == 2
+        assert len(llm.generate([1, 2], SamplingParams(prompt_logprobs=1, max_tokens=1))[0].prompt_logprobs) == 2
