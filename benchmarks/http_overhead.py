@@ -3,7 +3,9 @@
     python benchmarks/http_overhead.py PROMPTS.json OUT.json CONFIG.yaml [--rounds 3] [--streams 8]
 
 Alternates: the engine in this process (offline API, same resolved config), then the same prompts as 8 concurrent
-streams to a server started with `dflash serve CONFIG`. Greedy, end-of-sequence ignored. Medians and their ratio.
+streams to a server started with `dflash serve CONFIG`. Greedy, end-of-sequence ignored. Medians, their ratio, and the
+CPU time a token costs in every process, which other load on the machine changes little. The client reads bytes and
+parses next to nothing. A rank waits for its other threads by spinning, so its figure does depend on load.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import asyncio
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -20,46 +23,61 @@ from pathlib import Path
 
 import httpx
 from command_line import command_line
+from process_cpu import cpu_seconds, difference
 
 from cluster.config import load_config
 from engine import LLM, SamplingParams
 from engine.config.resolve import resolve_engine_config
 
 
-async def stream(client: httpx.AsyncClient, url: str, body: dict) -> int:
-    tokens = 0
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                if event.get("usage"):
-                    tokens = event["usage"]["completion_tokens"]
-    return tokens
+class Stream(asyncio.Protocol):
+    """One streamed request on a connection of its own. Looks into nothing but the end of what it is sent."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._tail = b""
+        self.completion_tokens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._tail = (self._tail + data)[-4096:]
+        if b"data: [DONE]" in self._tail and not self.completion_tokens.done():
+            if match := re.search(rb'"completion_tokens":(\d+)', self._tail):
+                self.completion_tokens.set_result(int(match[1]))
+            else:
+                self.completion_tokens.set_exception(RuntimeError(self._tail.decode(errors="replace")))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.completion_tokens.done():
+            self.completion_tokens.set_exception(RuntimeError(f"cut off: {self._tail.decode(errors='replace')}"))
 
 
-async def http_round(url: str, model: str, prompts: list[list[int]], num_tokens: int) -> float:
-    async with httpx.AsyncClient(timeout=600) as client:
-        started = time.perf_counter()
-        counts = await asyncio.gather(
-            *(
-                stream(
-                    client,
-                    url,
-                    {
-                        "model": model,
-                        "prompt": p,
-                        "max_tokens": num_tokens,
-                        "temperature": 0,
-                        "ignore_eos": True,
-                        "stream": True,
-                        "stream_options": {"include_usage": True},
-                    },
-                )
-                for p in prompts
-            )
-        )
-        return sum(counts) / (time.perf_counter() - started)
+async def http_round(port: int, model: str, prompts: list[list[int]], num_tokens: int) -> tuple[float, int]:
+    """(seconds, tokens) of all prompts as streams side by side."""
+    loop = asyncio.get_running_loop()
+    started = time.perf_counter()
+    streams = []
+    for prompt in prompts:
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        streams.append(await loop.create_connection(lambda r=head + data: Stream(r), "127.0.0.1", port))
+    counts = [await stream.completion_tokens for _, stream in streams]
+    seconds = time.perf_counter() - started
+    for transport, _ in streams:
+        transport.close()
+    return seconds, sum(counts)
 
 
 def main() -> None:
@@ -90,18 +108,25 @@ def main() -> None:
                     break
             except httpx.HTTPError:
                 time.sleep(1)
-        engine_speeds, http_speeds = [], []
+        engine_speeds, http_speeds, costs = [], [], []
         with LLM.from_config(engine_config) as llm:
             prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": m}]) for m in messages]
             for round_index in range(args.rounds + 1):
-                started = time.perf_counter()
+                own_cpu_s, started = time.process_time(), time.perf_counter()
                 outputs = llm.generate(prompts, params)
-                engine_speed = sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - started)
-                http_speed = asyncio.run(http_round(url, config.model.served_name, prompts, args.tokens))
-                print(f"round {round_index}: engine {engine_speed:.1f}, http {http_speed:.1f} tokens/s", flush=True)
+                num_tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+                engine_speed = num_tokens / (time.perf_counter() - started)
+                cost = {"engine alone": (time.process_time() - own_cpu_s) / num_tokens}
+                before, own_cpu_s = cpu_seconds(server.pid), time.process_time()
+                seconds, num_tokens = asyncio.run(http_round(args.port, config.served_name, prompts, args.tokens))
+                spent = difference(before, cpu_seconds(server.pid)) | {"client": time.process_time() - own_cpu_s}
+                cost |= {role: value / num_tokens for role, value in spent.items()}
+                print(f"round {round_index}: engine {engine_speed:.1f}, http {num_tokens / seconds:.1f} tokens/s")
+                print("  CPU ms a token:", {role: round(1e3 * value, 3) for role, value in cost.items()}, flush=True)
                 if round_index:
                     engine_speeds.append(engine_speed)
-                    http_speeds.append(http_speed)
+                    http_speeds.append(num_tokens / seconds)
+                    costs.append(cost)
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(timeout=60)
@@ -112,6 +137,7 @@ def main() -> None:
         "streams": args.streams,
         "engine_tokens_per_s": [round(v, 2) for v in engine_speeds],
         "http_tokens_per_s": [round(v, 2) for v in http_speeds],
+        "cpu_ms_per_token": {role: round(1e3 * statistics.median(c[role] for c in costs), 3) for role in costs[0]},
         "ratio": round(http_median / engine_median, 3),
     }
     args.out.write_text(json.dumps(record, indent=1))
