@@ -208,46 +208,70 @@ def parse_config(data: object, *, base_dir: Path, where: str = "config") -> Clus
     try:
         config = ClusterConfig.model_validate({} if data is None else data)
     except ValidationError as error:
-        raise ConfigError(where, describe_problems(error, ClusterConfig)) from error
+        problems = describe_problems(error, ClusterConfig)
+        raise ConfigError(where, problems + _path_problems(data, base_dir.resolve())) from error
     return _resolve_paths(config, base_dir.resolve(), where)
 
 
+_SIMULATION_FILES = ("steps", "acceptance")
+
+
 def _resolve_paths(config: ClusterConfig, base_dir: Path, where: str) -> ClusterConfig:
-    problems: list[str] = []
-
-    def local_source(key: str, value: str) -> str:
-        if value.startswith("pypi:"):
-            return value
-        candidate = (base_dir / Path(value).expanduser()).resolve()
-        if candidate.exists():
-            return str(candidate)
-        if _looks_like_path(value):
-            problems.append(f"{key}: no such file or directory: {candidate}")
-        return value
-
-    model = {"source": local_source("model.source", config.model.source)}
-    if config.model.chat_template is not None and not re.search(r"\{[{%#]|\n", config.model.chat_template):
-        template = (base_dir / Path(config.model.chat_template).expanduser()).resolve()
-        if template.is_file():
-            model["chat_template"] = template.read_text(encoding="utf-8")
-        else:
-            problems.append(f"model.chat_template: no such file: {template}; give a Jinja file or the template itself")
+    problems = _path_problems(config.to_plain(), base_dir)
+    if problems:
+        raise ConfigError(where, problems)
+    model = {"source": _local_source(config.model.source, base_dir)}
+    if config.model.chat_template is not None and _is_file_name(config.model.chat_template):
+        model["chat_template"] = _local(config.model.chat_template, base_dir).read_text(encoding="utf-8")
     update: dict[str, Any] = {"model": config.model.model_copy(update=model)}
     speculative = config.speculative_config
     if speculative is not None and speculative.speculative_model is not None:
-        drafter = local_source("speculative_config.speculative_model", str(speculative.speculative_model))
+        drafter = _local_source(str(speculative.speculative_model), base_dir)
         update["speculative_config"] = speculative.model_copy(update={"speculative_model": drafter})
     if config.simulation is not None:
-        files = {}
-        for key, value in (("steps", config.simulation.steps), ("acceptance", config.simulation.acceptance)):
-            file = (base_dir / Path(value).expanduser()).resolve()
-            files[key] = str(file)
-            if not file.is_file():
-                problems.append(f"simulation.{key}: no such file: {file}")
+        files = {key: str(_local(getattr(config.simulation, key), base_dir)) for key in _SIMULATION_FILES}
         update["simulation"] = config.simulation.model_copy(update=files)
-    if problems:
-        raise ConfigError(where, problems)
     return config.model_copy(update=update)
+
+
+def _path_problems(data: object, base_dir: Path) -> list[str]:
+    """Paths of a config, valid or not otherwise, that lead to nothing."""
+    problems: list[str] = []
+    for section, key in (("model", "source"), ("speculative_config", "speculative_model")):
+        value = _text_at(data, section, key)
+        if value is not None and _looks_like_path(value) and not _local(value, base_dir).exists():
+            problems.append(f"{section}.{key}: no such file or directory: {_local(value, base_dir)}")
+    for key in _SIMULATION_FILES:
+        value = _text_at(data, "simulation", key)
+        if value and not _local(value, base_dir).is_file():
+            problems.append(f"simulation.{key}: no such file: {_local(value, base_dir)}")
+    template = _text_at(data, "model", "chat_template")
+    if template and _is_file_name(template) and not _local(template, base_dir).is_file():
+        problems.append(
+            f"model.chat_template: no such file: {_local(template, base_dir)}; give a Jinja file or the template itself"
+        )
+    return problems
+
+
+def _text_at(data: object, section: str, key: str) -> str | None:
+    inner = data.get(section) if isinstance(data, dict) else None
+    value = inner.get(key) if isinstance(inner, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _local_source(value: str, base_dir: Path) -> str:
+    """An absolute path if there is something there, else the text: a Hugging Face id or a `pypi:` source."""
+    path = _local(value, base_dir)
+    return str(path) if not value.startswith("pypi:") and path.exists() else value
+
+
+def _local(value: str, base_dir: Path) -> Path:
+    return (base_dir / Path(value).expanduser()).resolve()
+
+
+def _is_file_name(template: str) -> bool:
+    """Whether a chat template is given as a file: it has neither Jinja marks nor lines."""
+    return not re.search(r"\{[{%#]|\n", template)
 
 
 def _plain(value: Any) -> Any:

@@ -21,12 +21,14 @@ from cluster.cli.console import BAD_USAGE, fail, stderr, stdout, user_errors
 from cluster.cli.openai_stream import ApiError, get_json, list_models, normalise_url, open_session
 
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_DEFAULT_CONCURRENCY = 1  # what one user sees
 _OPEN_LOOP_CONNECTIONS = 4096
 
 
 def bench(
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: this many requests are always in progress.")
+        int | None,
+        typer.Option(min=1, help="Closed loop: this many requests are always in progress. Default without --rate: 1."),
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Open loop: Poisson arrivals, requests per second.")] = None,
     num_requests: Annotated[int, typer.Option(min=1, help="Requests to measure.")] = 32,
@@ -46,8 +48,10 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
 ) -> None:
     """Measure a running server: first-token time, time per token, tokens/s and acceptance length."""
-    if (concurrency is None) == (rate is None):
+    if concurrency is not None and rate is not None:
         fail("give --concurrency N (closed loop) or --rate R (open loop), one of the two", status=BAD_USAGE)
+    if concurrency is None and rate is None:
+        concurrency = _DEFAULT_CONCURRENCY
     if rate is not None and not rate > 0:
         fail(f"--rate: must be above 0, got {rate}", status=BAD_USAGE)
     if endpoint not in _PATHS:

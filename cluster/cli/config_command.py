@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 import yaml
 
-from cluster.cli.console import stdout, user_errors
+from cluster.cli.console import stderr, stdout, user_errors
+from cluster.cli.local_ray import available_cpus
 from cluster.config import ConfigError, load_config
+from cluster.config_check import check_local_cpus, check_models
 from cluster.config_reference import json_schema, markdown_table
 
 config = typer.Typer(no_args_is_help=True, help="Look at and check config files.")
@@ -25,11 +27,30 @@ def schema(
 
 
 @config.command()
-def check(file: ConfigFile) -> None:
-    """Check a file and list everything that is wrong with it. Downloads nothing."""
+def check(
+    file: ConfigFile,
+    download: Annotated[
+        bool, typer.Option(help="Fetch the models first if they are not here, so that nothing is left unchecked.")
+    ] = False,
+) -> None:
+    """Check a file, its models and this machine, as `dflash serve` would. Weights are downloaded only if asked for."""
     with user_errors(ConfigError):
         loaded = load_config(file)
+        problems: list[str] = []
+        note = None
+        try:
+            note = check_models(loaded, download=download)
+        except ValueError as error:
+            problems.append(str(error))
+        try:
+            check_local_cpus(loaded, available_cpus())
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ConfigError(str(file), problems)
     stdout().print(f"{file}: ok, serves {loaded.served_name}", markup=False)
+    if note is not None:
+        stderr().print(f"not checked: {note}", style="yellow", markup=False)
 
 
 @config.command()

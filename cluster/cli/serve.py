@@ -27,7 +27,8 @@ from cluster.cli.deployment_watch import (
     wait_until_running,
 )
 from cluster.cli.ray_notes import RayNotes
-from cluster.config import FABRICATIONS, ClusterConfig, ConfigError, in_config_terms, load_config
+from cluster.config import FABRICATIONS, ClusterConfig, ConfigError, load_config
+from cluster.config_check import check_local_cpus, check_models
 
 # A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the end of the ranks and of Ray the
 # rest, and what still runs then is ended the hard way.
@@ -72,21 +73,6 @@ def serve(
             check_local_cpus(loaded, local_ray.available_cpus())
             local_ray.check_port_free(loaded.http.host, loaded.http.port)
     _Server(loaded, address=address, dashboard=dashboard, verbose=verbose).run()
-
-
-def check_local_cpus(config: ClusterConfig, num_cpus: int) -> None:
-    """Raises ValueError if the replicas reserve more CPUs than a Ray on this machine would have."""
-    deployment = config.deployment
-    scaling = deployment.autoscaling
-    num_replicas = max(scaling.min_replicas, 1) if scaling is not None else deployment.num_replicas or 1
-    tensor_parallel_size = config.engine.tensor_parallel_size
-    needed = num_replicas * tensor_parallel_size * deployment.cpus
-    if needed > num_cpus:
-        raise ValueError(
-            f"deployment.cpus: {num_replicas} replica(s) of {tensor_parallel_size} rank(s) with {deployment.cpus:g} "
-            f"CPUs each reserve {needed:g} CPUs, and this machine has {num_cpus}; lower deployment.cpus, "
-            "deployment.replicas or engine.tensor_parallel_size"
-        )
 
 
 class _Server:
@@ -167,12 +153,7 @@ class _Server:
         It also resolves the engine's config, so that a model and a drafter that do not fit are refused here.
         """
         with self._stage("preparing the model"):
-            from engine.config.resolve import resolve_engine_config
-
-            try:
-                resolve_engine_config(**self._config.engine_arguments())
-            except ValueError as error:
-                raise ValueError(in_config_terms(str(error))) from error
+            check_models(self._config, download=True)
 
     def _start_serve(self) -> None:
         from ray import serve as ray_serve

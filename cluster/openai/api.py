@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,9 +13,8 @@ from cluster.openai.errors import model_not_found, unavailable
 from cluster.openai.http import EnvelopeMiddleware, GenerationResponse, install_error_handlers, read_body
 from cluster.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cluster.openai.service import OpenAIService
+from cluster.version import DISTRIBUTION, version
 from workers.engine_client import EngineDeadError
-
-DISTRIBUTION = "dflash-serve"
 
 
 def create_app(
@@ -106,14 +104,6 @@ async def _engine_answer(timeout_s: float) -> AsyncIterator[None]:
             yield
     except (TimeoutError, EngineDeadError) as error:
         raise unavailable("The engine does not answer; try again.", retry_after_s=RETRY_AFTER_S) from error
-
-
-def version() -> str:
-    """The installed distribution's version; "0+unknown" when run from a source tree that was not installed."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"
 
 
 def _json(value: Any) -> Response:

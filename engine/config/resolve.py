@@ -5,7 +5,7 @@ Everything a user asked for ends in the result, in a refusal that names the fiel
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -19,12 +19,13 @@ from engine.config.model import DrafterConfig, TargetConfig, parse_drafter_confi
 from engine.simulated.profile import SimulationOptions, load_simulation
 from engine.weights.checkpoint import checkpoint_dtype, checkpoint_identity, count_parameters
 from engine.weights.progress import Progress
-from engine.weights.source import fetch
+from engine.weights.source import SourceNotHereError, fetch
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+_MAX_THREADS_PER_CORE = 8  # beyond hyper-threads and small containers it is a typing error
 _LOAD_FORMATS = ("auto", "safetensors")
 
 
@@ -57,6 +58,7 @@ def resolve_engine_config(
     debug_checks: bool = False,
     machine: Machine | None = None,
     progress: Progress | None = None,
+    fetch_source: Callable[..., Path] = fetch,
 ) -> EngineConfig:
     """Resolve an engine's options; downloads and converts the checkpoints first if needed.
 
@@ -73,7 +75,8 @@ def resolve_engine_config(
     shadow_time_share: device time that scoring drafts beyond K may take, which a speculation controller learns from.
     simulation: of device "simulated", which needs no weights: a local source may be a directory with config.json and
     a tokenizer alone.
-    machine: facts to size things by, default those of this process.
+    machine: facts to size things by, default those of this process. fetch_source: `engine.weights.source.fetch`, or
+    `fetch_config` to check options against checkpoints without their weights: sizes are then not checked.
 
     Raises:
         ValueError: an option, a combination or a checkpoint that cannot be served; the message names the field.
@@ -108,7 +111,7 @@ def resolve_engine_config(
         raise ValueError("simulation: device 'simulated' needs it, and no other device takes it")
     needs_weights = device != "simulated"
 
-    model_dir = fetch(model, revision=revision, progress=progress, needs_weights=needs_weights)
+    model_dir = fetch_source(model, revision=revision, progress=progress, needs_weights=needs_weights)
     target = parse_target_config(str(model_dir))
     resolved_dtype = _resolve_dtype(dtype, model_dir)
     resolved_len = _resolve_max_model_len(max_model_len, target)
@@ -117,7 +120,9 @@ def resolve_engine_config(
     choices: tuple[int, ...] = (0,)
     schedule: tuple[tuple[int, int], ...] = ()
     if speculative_config is not None:
-        drafter_dir, drafter = _read_drafter(speculative_config, target, progress, needs_weights=needs_weights)
+        drafter_dir, drafter = _read_drafter(
+            speculative_config, target, progress, fetch_source, needs_weights=needs_weights
+        )
         assert speculative_config.max_draft_len is not None
         check_max_draft_len(speculative_config.max_draft_len, drafter.block_size)
         choices = resolve_choices(speculative_config.max_draft_len, draft_len_choices)
@@ -203,6 +208,12 @@ def _check_options(
     for name, value in at_least_one.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}: must be at least 1, got {value}")
+    threads, most = at_least_one["threads"], _MAX_THREADS_PER_CORE * machine.cores
+    if threads is not None and threads > most:
+        raise ValueError(
+            f"threads: {threads} is above {most}, which is {_MAX_THREADS_PER_CORE} for each of the {machine.cores} "
+            "cores this process may use; more threads than cores slow a rank down"
+        )
     if device == "cuda" and machine.accelerator is None:
         raise ValueError("device: 'cuda' needs an NVIDIA GPU and a CUDA build of torch, and none is visible; use 'cpu'")
 
@@ -322,11 +333,18 @@ def _resolve_decode_programs(
 
 
 def _read_drafter(
-    config: DFlashDecodingConfig, target: TargetConfig, progress: Progress | None, *, needs_weights: bool
+    config: DFlashDecodingConfig,
+    target: TargetConfig,
+    progress: Progress | None,
+    fetch_source: Callable[..., Path],
+    *,
+    needs_weights: bool,
 ) -> tuple[Path, DrafterConfig]:
     assert config.speculative_model is not None
     try:
-        directory = fetch(config.speculative_model, progress=progress, needs_weights=needs_weights)
+        directory = fetch_source(config.speculative_model, progress=progress, needs_weights=needs_weights)
+    except SourceNotHereError:
+        raise
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_model: {error}") from error
     drafter = parse_drafter_config(

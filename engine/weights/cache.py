@@ -39,6 +39,11 @@ def entry_name(label: str, *key: object) -> str:
     return f"{readable}-{digest[:16]}"
 
 
+def has_entry(name: str) -> bool:
+    """Whether `build_once` has built this entry."""
+    return (cache_root() / "models" / name).is_dir()
+
+
 def build_once(name: str, build: Callable[[Path], None], *, root: Path | None = None) -> Path:
     """Return the cache entry `name`, calling `build(staging directory)` if it does not exist yet.
 

@@ -22,14 +22,17 @@ logger = logging.getLogger(__name__)
 
 # What an engine reads: configuration, weights, tokenizer and chat template; nothing of other frameworks.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
+_CONFIG_PATTERNS = ["config.json", "generation_config.json"]
 _IGNORED = ["*/*", "consolidated*"]  # subdirectories, and second copies of the weights in other names
 _DOWNLOAD_ATTEMPTS = 4
 # The base error of the HTTP client that huggingface_hub uses and does not export: httpx, or its successor in 2.x.
 _CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
-def fetch_repo(repo_id: str, revision: str | None) -> Path:
+def fetch_repo(repo_id: str, revision: str | None, *, weights: bool = True) -> Path:
     """Download a model repository's needed files, or find them in the cache. Returns the snapshot's directory.
+
+    weights: False leaves the weight files out.
 
     Raises:
         ValueError: with what to do about it: no access (401, 403), no such repository or revision (404), offline
@@ -37,7 +40,7 @@ def fetch_repo(repo_id: str, revision: str | None) -> Path:
     """
     where = f"{repo_id!r}" + (f" at revision {revision!r}" if revision else "")
     try:
-        return _snapshot(repo_id, revision)
+        return _snapshot(repo_id, revision, _PATTERNS if weights else _CONFIG_PATTERNS)
     except GatedRepoError as error:
         raise ValueError(
             f"access to {repo_id!r} is restricted (HTTP {_status(error)}): accept its terms on "
@@ -79,12 +82,12 @@ def fetch_repo(repo_id: str, revision: str | None) -> Path:
         raise ValueError(f"{where} could not be stored in {constants.HF_HUB_CACHE}: {error}") from error
 
 
-def _snapshot(repo_id: str, revision: str | None) -> Path:
+def _snapshot(repo_id: str, revision: str | None, patterns: list[str]) -> Path:
     """Try again after a break the library does not resume from itself; finished files are not fetched twice."""
     for attempt in range(1, _DOWNLOAD_ATTEMPTS + 1):
         try:
             return Path(
-                snapshot_download(repo_id, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
+                snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
             )
         except _CLIENT_ERROR as error:
             if isinstance(error, HfHubHTTPError) or attempt == _DOWNLOAD_ATTEMPTS:

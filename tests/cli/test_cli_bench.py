@@ -187,8 +187,10 @@ def test_failing_warm_up_stops_at_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give --concurrency N (closed loop) or --rate R (open loop), one of the two"),
-        (["--concurrency", "1", "--rate", "1"], "give --concurrency N (closed loop) or --rate R (open loop)"),
+        (
+            ["--concurrency", "1", "--rate", "1"],
+            "give --concurrency N (closed loop) or --rate R (open loop), one of the two",
+        ),
         (["--rate", "0"], "--rate: must be above 0, got 0.0"),
         (["--rate", "1", "--endpoint", "embed"], "--endpoint: must be chat or completions, got 'embed'"),
         (["--rate", "1", "--json", "/no/such/r.json"], "--json: no such directory: /no/such"),

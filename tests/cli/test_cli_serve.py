@@ -17,8 +17,9 @@ from cluster.cli.deployment_watch import StartFailedError, root_cause
 from cluster.cli.local_ray import check_port_free, descendants
 from cluster.cli.main import app
 from cluster.cli.ray_notes import RayNotes
-from cluster.cli.serve import check_local_cpus, wait_until_healthy
+from cluster.cli.serve import wait_until_healthy
 from cluster.config import parse_config
+from cluster.config_check import check_local_cpus
 
 
 def serve(*arguments: str):

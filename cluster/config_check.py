@@ -1,0 +1,44 @@
+"""What `dflash serve` would say about a config on this machine, without starting anything: `dflash config check`.
+
+The loader (`cluster.config`) checks the file; here its models and this machine are looked at.
+"""
+
+from cluster.config import ClusterConfig, in_config_terms
+
+
+def check_local_cpus(config: ClusterConfig, num_cpus: int) -> None:
+    """Raises ValueError if the replicas reserve more CPUs than a Ray on this machine would have."""
+    deployment = config.deployment
+    scaling = deployment.autoscaling
+    num_replicas = max(scaling.min_replicas, 1) if scaling is not None else deployment.num_replicas or 1
+    tensor_parallel_size = config.engine.tensor_parallel_size
+    needed = num_replicas * tensor_parallel_size * deployment.cpus
+    if needed > num_cpus:
+        raise ValueError(
+            f"deployment.cpus: {num_replicas} replica(s) of {tensor_parallel_size} rank(s) with {deployment.cpus:g} "
+            f"CPUs each reserve {needed:g} CPUs, and this machine has {num_cpus}; lower deployment.cpus, "
+            "deployment.replicas or engine.tensor_parallel_size"
+        )
+
+
+def check_models(config: ClusterConfig, *, download: bool) -> str | None:
+    """Resolve the engine's config as a start would: refused options, checkpoints, whether target and drafter fit.
+
+    download: fetch and convert what is missing. Without it Hugging Face ids are checked by their small files.
+
+    Returns:
+        What could not be checked because it would have to be downloaded first; None if nothing.
+
+    Raises:
+        ValueError: what a start would fail with, in the config's terms.
+    """
+    from engine.config.resolve import resolve_engine_config
+    from engine.weights.source import SourceNotHereError, fetch, fetch_config
+
+    try:
+        resolve_engine_config(**config.engine_arguments(), fetch_source=fetch if download else fetch_config)
+    except SourceNotHereError as missing:
+        return f"{missing}; whether model and drafter fit is checked with --download, or when it is served"
+    except ValueError as error:
+        raise ValueError(in_config_terms(str(error))) from error
+    return None
