@@ -18,6 +18,7 @@ from engine.parallel.process_identity import ProcessIdentity
 
 # Serve moves requests and answers through actor calls; its object store needs no more than Ray's minimum and some room.
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
+_PROXY_START_S = 30
 _REAP_S = 1.0
 _GRACE_S = 1.0
 
@@ -54,6 +55,8 @@ def check_port_free(host: str, port: int) -> None:
 
 def start(*, num_cpus: int, dashboard: bool, verbose: bool) -> None:
     """Start a Ray cluster on this machine and connect to it. Its processes die with this one, however it dies."""
+    # Serve starts a proxy anew, with all that takes, when it has not answered three times for so long: 5 s by default.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(_PROXY_START_S))
     # `local` never joins a cluster that happens to run here, whatever RAY_ADDRESS says.
     _init(
         address="local",

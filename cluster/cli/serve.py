@@ -5,6 +5,7 @@ import json
 import logging
 import signal
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster import death_notes
-from cluster.cli import local_ray
+from cluster.cli import haproxy, local_ray
 from cluster.cli.console import BAD_USAGE, FAILED, fail, stderr, user_errors
 from cluster.cli.deployment_watch import (
     DrainFailedError,
@@ -72,6 +73,8 @@ def serve(
         if address is None:
             check_local_cpus(loaded, local_ray.available_cpus())
             local_ray.check_port_free(loaded.http.host, loaded.http.port)
+            if loaded.http.proxy == "haproxy":
+                haproxy.check_binary()
     _Server(loaded, address=address, dashboard=dashboard, verbose=verbose).run()
 
 
@@ -89,6 +92,7 @@ class _Server:
         self._serve_started = False
         self._app_started = False
         self._is_announced = False
+        self._files: tempfile.TemporaryDirectory[str] | None = None  # HAProxy's
         listen_host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
         prefix = "" if config.deployment.route_prefix == "/" else config.deployment.route_prefix
         self.url = f"http://{f'[{listen_host}]' if ':' in listen_host else listen_host}:{config.http.port}{prefix}"
@@ -132,6 +136,9 @@ class _Server:
         self._fetch_models()
         with self._stage("starting Ray" if self._address is None else f"connecting to Ray at {self._address}"):
             if self._address is None:
+                if self._config.http.proxy == "haproxy":
+                    self._files = tempfile.TemporaryDirectory(prefix="dflash-")
+                    haproxy.apply(haproxy.environment(Path(self._files.name), num_cpus=local_ray.available_cpus()))
                 self._ray_started = True
                 local_ray.start(num_cpus=local_ray.available_cpus(), dashboard=self._dashboard, verbose=self._verbose)
             else:
@@ -157,22 +164,26 @@ class _Server:
 
     def _start_serve(self) -> None:
         from ray import serve as ray_serve
+        from ray.exceptions import RayError
 
         if not self._verbose:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
         http = self._config.http
         if local_ray.serve_runs():
             self._console.print(
-                "Ray Serve runs there already; it keeps the address and port it was started with", style="yellow"
+                "Ray Serve runs there already; it keeps the address, port and proxy it was started with", style="yellow"
             )
             return
         self._serve_started = True
         level = "INFO" if self._verbose else "WARNING"
-        ray_serve.start(
-            proxy_location="EveryNode",
-            http_options={"host": http.host, "port": http.port},
-            logging_config={"log_level": level},
-        )
+        try:
+            ray_serve.start(
+                proxy_location="EveryNode",
+                http_options={"host": http.host, "port": http.port},
+                logging_config={"log_level": level},
+            )
+        except (RayError, TimeoutError) as error:
+            raise StartFailedError(f"Ray Serve's {http.proxy} proxy did not start: {error}") from error
 
     def _deploy(self) -> None:
         from ray import serve as ray_serve
@@ -235,6 +246,8 @@ class _Server:
             local_ray.shutdown()
         else:
             ray.shutdown()
+        if self._files is not None:
+            self._files.cleanup()
         last_resort.cancel()
         self._console.print("stopped")
 
