@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cluster.cli import haproxy
 from cluster.cli.deployment_watch import StartFailedError, root_cause
 from cluster.cli.local_ray import check_port_free, descendants
 from cluster.cli.main import app
@@ -202,3 +203,35 @@ def test_ray_s_notes_are_kept_except_those_that_only_say_that_something_died() -
     ]
     notes.write(" a line\n")
     assert out.getvalue().endswith("\nhalf a line\n")
+
+
+def test_haproxy_gets_files_and_ports_of_its_own_and_the_user_s_values_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (haproxy.environment(tmp_path, num_cpus=2) for _ in range(2))
+    ports = [names[f"RAY_SERVE_HAPROXY_{kind}_PORT"] for names in (first, second) for kind in ("METRICS", "STATS")]
+    assert len(set(ports)) == 4
+    assert {Path(value).parent for value in first.values() if value.startswith("/")} == {tmp_path.parent, tmp_path}
+    from ray.serve._private import constants
+
+    assert [name for name in first if not hasattr(constants, name)] == []  # names that Serve no longer reads do nothing
+    for name in first:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", "1")
+    haproxy.apply(first)
+    assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert os.environ["RAY_SERVE_HAPROXY_STATS_PORT"] == "1"
+    for name in first:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_missing_haproxy_is_said_before_anything_starts(
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "none"))
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {{source: a/b}}\nhttp: {{proxy: haproxy, port: {free_port}}}\n")
+    result = serve(str(file))
+    assert result.exit_code == 2
+    assert "error: http.proxy: there is no HAProxy on this machine" in result.stderr
+    assert result.stderr.rstrip().endswith("use python")

@@ -212,6 +212,7 @@ WRONG = [
     ("controller.fallback_s", 0, "controller.fallback_s: input should be greater than 0, got 0"),
     ("http.host", "", "http.host: string should have at least 1 character, got ''"),
     ("http.port", 70000, "http.port: input should be less than or equal to 65535, got 70000"),
+    ("http.proxy", "nginx", "http.proxy: input should be 'python' or 'haproxy', got 'nginx'"),
     (
         "http.max_body_bytes",
         "0.3B",

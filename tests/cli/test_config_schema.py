@@ -44,7 +44,7 @@ def problems(data: object) -> tuple[str, ...]:
         ),
         (
             {"model": {"source": "a/b"}, "http": {"zzz": 1}},
-            "http.zzz: unknown key; known keys here: host, port, max_body_bytes",
+            "http.zzz: unknown key; known keys here: host, port, proxy, max_body_bytes",
         ),
     ],
 )
