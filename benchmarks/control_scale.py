@@ -1,0 +1,197 @@
+"""What a controller of many replicas costs: real actor calls, made-up reports.
+
+    python benchmarks/control_scale.py OUT.json --replicas 1000 --seconds 600
+
+A few actors stand for the rank 0s of all replicas. Reports have the size of a busy replica's. Measured: share of a core
+the controller's process takes, its memory, and the time from an operator's order until every replica has acknowledged.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import ray
+from command_line import command_line
+
+from cluster.control.controller import controller_name, find_or_make_controller, remove_controller
+from cluster.control.messages import PROTOCOL_VERSION, CellCounts, Order, Registration, Reply, Report
+from cluster.control.status import ControllerStatus
+from engine.speculative.counters import StepTime
+from engine.speculative.schedule import ScheduleAck
+
+DRAFT_LENS = (0, 1, 2, 3, 5, 7, 11, 15)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+APP, DEPLOYMENT = "scale", "stub"
+NUM_RANK_ACTORS = 4
+HAZARD = 0.7
+
+
+@ray.remote(num_cpus=0)
+class RankZeros:
+    """Rank 0 of many replicas."""
+
+    def apply_schedule(self, version: tuple[int, int], schedule: dict[int, int]) -> ScheduleAck:
+        return ScheduleAck(applied=True, version=version, schedule=schedule)
+
+    def reset_gate(self) -> None:
+        pass
+
+
+class Stub:
+    """One replica: reports growing counts when it is told to."""
+
+    def __init__(self, number: int, rank0: Any) -> None:
+        self.replica_id = f"replica-{number}"
+        self.rank0 = rank0
+        self.sequence = 0
+        self.version = (0, 0)
+
+    def cells(self) -> tuple[CellCounts, ...]:
+        """A busy replica's: every program has run, and one of them since the last report."""
+        cells = []
+        for index, (bucket, draft_len) in enumerate((b, k) for b in BUCKETS for k in DRAFT_LENS):
+            steps = 1000 + (200 * self.sequence if index == 30 else 0)
+            rows = steps * bucket
+            alive = [int(rows * HAZARD**j) for j in range(16)]
+            cells.append(
+                CellCounts(
+                    batch_bucket=bucket,
+                    draft_len=draft_len,
+                    steps=steps,
+                    rows=rows,
+                    decode_steps=steps,
+                    decode_time_s=steps * 0.02,
+                    at_risk=tuple(alive[:-1]),
+                    accepted=tuple(alive[1:]),
+                )
+            )
+        return tuple(cells)
+
+    def registration(self) -> bytes:
+        message = Registration(
+            protocol=PROTOCOL_VERSION,
+            replica_id=self.replica_id,
+            incarnation=1,
+            sequence=self.sequence,
+            accelerator="stub",
+            draft_lens=DRAFT_LENS,
+            max_num_seqs=BUCKETS[-1],
+            static_schedule={BUCKETS[-1]: 7},
+            version=self.version,
+            schedule={BUCKETS[-1]: 7},
+            step_times=tuple(
+                StepTime(batch_bucket=b, draft_len=k, seconds=0.01 + 0.0001 * b * k)
+                for b in BUCKETS
+                for k in DRAFT_LENS
+            ),
+            cells=self.cells(),
+        )
+        return msgspec.msgpack.encode(message)
+
+    def report(self) -> bytes:
+        self.sequence += 1
+        message = Report(
+            replica_id=self.replica_id,
+            incarnation=1,
+            sequence=self.sequence,
+            version=self.version,
+            gate_disabled=False,
+            cells=self.cells(),
+        )
+        return msgspec.msgpack.encode(message)
+
+    async def run(self, controller: Any, delay_s: float) -> None:
+        """Registers, then reports as often as it is asked to."""
+        await asyncio.sleep(delay_s)
+        reply = await self._send(controller.register, PROTOCOL_VERSION, self.registration(), self.rank0)
+        while True:
+            await asyncio.sleep(reply.interval_s)
+            reply = await self._send(controller.report, self.report())
+
+    async def _send(self, method: Any, *arguments: object) -> Reply:
+        reply = msgspec.msgpack.decode(await method.remote(*arguments), type=Reply)
+        assert not reply.must_register
+        self.version = max(self.version, reply.version or self.version)
+        return reply
+
+
+async def measure(num_replicas: int, seconds: float) -> dict[str, Any]:
+    """One run."""
+    controller = find_or_make_controller(APP, DEPLOYMENT)
+    ranks = [RankZeros.remote() for _ in range(NUM_RANK_ACTORS)]
+    stubs = [Stub(number, ranks[number % NUM_RANK_ACTORS]) for number in range(num_replicas)]
+    spread_s = max(num_replicas / 250, 1.0)
+    tasks = [asyncio.create_task(stub.run(controller, spread_s * n / num_replicas)) for n, stub in enumerate(stubs)]
+
+    async def status() -> ControllerStatus:
+        return msgspec.msgpack.decode(await controller.status.remote(), type=ControllerStatus)
+
+    while (now := await status()).epoch is None or any(r.version < r.target for r in now.replicas):
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(2 * spread_s)
+    (process,) = [p for p in psutil.process_iter(["cmdline"]) if _is_controller(p.info["cmdline"])]
+    samples = []
+    cpu_before, began = sum(process.cpu_times()[:2]), time.monotonic()
+    while time.monotonic() - began < seconds:
+        await asyncio.sleep(min(10.0, seconds / 6))
+        samples.append(
+            {"s": round(time.monotonic() - began, 1), "rss_mib": round(process.memory_info().rss / 2**20, 1)}
+        )
+    share = (sum(process.cpu_times()[:2]) - cpu_before) / (time.monotonic() - began)
+    pushes = []
+    for draft_len in (3, 5, 7):
+        began = time.monotonic()
+        await controller.give.remote(
+            msgspec.msgpack.encode(Order(mode="pin", issued_at=time.time(), schedule={BUCKETS[-1]: draft_len}))
+        )
+        while any(replica.version < replica.target for replica in (await status()).replicas):
+            await asyncio.sleep(0.02)
+        pushes.append(round(time.monotonic() - began, 3))
+        await asyncio.sleep(1.0)
+    shown = await status()
+    for task in tasks:
+        assert not task.done(), task.exception()
+        task.cancel()
+    return {
+        "replicas": len(shown.replicas),
+        "report_interval_s": shown.interval_s,
+        "report_bytes": len(stubs[0].report()),
+        "controller_share_of_a_core": round(share, 3),
+        "push_to_all_acknowledged_s": pushes,
+        "memory": samples,
+    }
+
+
+def _is_controller(command_line: list[str] | None) -> bool:
+    return bool(command_line) and command_line[0].startswith(f"ray::{controller_name(APP, DEPLOYMENT)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    arguments = parser.parse_args()
+    root = Path(__file__).resolve().parent.parent
+    os.environ["PYTHONPATH"] = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        result = asyncio.run(measure(arguments.replicas, arguments.seconds))
+    finally:
+        remove_controller(APP, DEPLOYMENT)
+        ray.shutdown()
+    machine = f"{platform.machine()}, {psutil.cpu_count(logical=False)} cores"
+    result = {"command": command_line(), "machine": machine, "seconds": arguments.seconds, **result}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({key: value for key, value in result.items() if key != "memory"}))
+
+
+if __name__ == "__main__":
+    main()
