@@ -8,6 +8,7 @@ schedule of its own, decided from its own counts with the cluster's as the prior
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck, Versio
 
 _MISSED_REPORTS = 10  # after which a replica is forgotten
 _CHANGE_DEVIATIONS = 4.5
+_SETTLING_INTERVALS = 2.5  # of reports, after a change of traffic: those in between still tell of both kinds
+_IDLE_S = 10.0  # since a batch size was last run
 
 
 LineKey = tuple[str, tuple[int, ...], int]  # accelerator, declared draft lengths, max_num_seqs
@@ -71,6 +74,7 @@ class Line:
     draft_lens: tuple[int, ...]
     max_num_seqs: int
     times: StepTimes = field(default_factory=StepTimes)
+    served_at: dict[int, float] = field(default_factory=dict)  # batch bucket -> when it was last reported
     verdicts: dict[int, Verdict] = field(default_factory=dict)
 
 
@@ -92,6 +96,7 @@ class ControlState:
         self._num_versions = 0
         self._numbers = 0
         self._newest_incarnation = 0
+        self._settled_at = started_at
         self._clock = TrafficClock()
         self._log: DifferenceLog | None = None
         self._memory = Memory(width=1)
@@ -171,7 +176,9 @@ class ControlState:
             counts = (self._log.at_risk_PW[-1], self._log.accepted_PW[-1])
             self._memory.add(traffic_s, *counts)
             replica.traffic.add(traffic_s, *counts)
-            self.line_of(replica).times.served(cells, now=traffic_s)
+            line = self.line_of(replica)
+            line.times.served(cells, now=traffic_s)
+            line.served_at |= {cell.batch_bucket: now for cell in cells if cell.rows}
         self._settle_epoch(now)
         return self._reply(replica)
 
@@ -209,8 +216,8 @@ class ControlState:
         self._settle_epoch(now)
         if self.epoch is None or self.is_superseded:
             return []
-        self._learn()
-        if self.held is None and self.belief is not None:
+        self._learn(now)
+        if self.held is None and self.belief is not None and now >= self._settled_at:
             for line in self.lines.values():
                 line.verdicts = self._weigh(line, line.schedule, self.belief, now)
                 line.schedule = self._take(line.schedule, line.verdicts, now)
@@ -231,7 +238,7 @@ class ControlState:
         line = self.line_of(replica)
         return plain(line.schedule if replica.own is None else replica.own)
 
-    def _learn(self) -> None:
+    def _learn(self, now: float) -> None:
         log = self._log
         if log is None or not len(log.times_P):
             return
@@ -239,8 +246,12 @@ class ControlState:
         changed_at = changed_since(log.times_P, log.at_risk_PW, log.accepted_PW, weights, deviations=_CHANGE_DEVIATIONS)
         if changed_at is not None:
             log.forget_before(changed_at)
+            if now >= self._settled_at:
+                self._settled_at = now + _SETTLING_INTERVALS * self.interval_s
             weights = log.weights(self._clock.seconds)
             self._memory.changed(changed_at)
+            for replica in self.replicas.values():
+                replica.traffic.changed()
         self.belief = self._memory.believe(self._clock.seconds)
 
     def _correct(self, replica: Replica, now: float) -> None:
@@ -263,6 +274,11 @@ class ControlState:
             step_seconds=lambda rows, draft_len: line.times.seconds(rows, draft_len, max_num_seqs=line.max_num_seqs),
             now=now,
             rules=self.options.rules,
+            idle=[
+                bound
+                for bound in schedule
+                if now - line.served_at.get(batch_bucket(bound, line.max_num_seqs), -math.inf) > _IDLE_S
+            ],
         )
 
     def _take(self, schedule: Schedule, verdicts: Mapping[int, Verdict], now: float) -> Schedule:

@@ -39,6 +39,10 @@ class OwnTraffic:
         self._at = time
         self._is_new = True
 
+    def changed(self) -> None:
+        """The cluster's traffic has changed: old predictions say nothing, own traffic stays own for now."""
+        self._record = Record(1 + len(_HALF_LIVES_S))
+
     def believe(self, now: float, cluster: Belief) -> Belief:
         """The replica's own belief, or the cluster's."""
         self._widen(len(cluster.hazards))
@@ -47,7 +51,7 @@ class OwnTraffic:
         if self._is_new:
             self._record.predict(now, np.vstack([cluster.hazards, hazards_MW]))
             self._is_new = False
-        best = self._record.best()
+        best = self._record.best() if self._record.has_judged else int(self.is_own)
         self.is_own = best > 0 and (self.is_own or self._record.is_better(best))
         if not self.is_own:
             return cluster

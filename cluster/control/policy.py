@@ -4,8 +4,9 @@ Tokens per second at a batch size of R rows are R x E(K) / T(R, K). K changes on
 positive at the lower 90 % bound too, and not before the dwell time since the last change is over.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.control.hazards import LOWER_90, Belief
@@ -56,14 +57,29 @@ def decide(
     step_seconds: StepSeconds,
     now: float,
     rules: Rules,
+    idle: Collection[int] = (),
 ) -> dict[int, Verdict]:
-    """A verdict for every bound of the schedule."""
-    return {
+    """A verdict for every bound of the schedule.
+
+    idle: bounds that nobody runs. A small gain is none there, so it waits for another change to ride along with.
+    """
+    verdicts = {
         bound: _decide_one(
             bound, setting, draft_lens=draft_lens, belief=belief, step_seconds=step_seconds, now=now, rules=rules
         )
         for bound, setting in schedule.items()
     }
+    if not any(verdict.changes for bound, verdict in verdicts.items() if bound not in idle):
+        for bound in idle:
+            verdicts[bound] = _wait(verdicts[bound], schedule[bound].draft_len, rules)
+    return verdicts
+
+
+def _wait(verdict: Verdict, draft_len: int, rules: Rules) -> Verdict:
+    if not verdict.changes or verdict.gain is None or verdict.gain > 2 * rules.margin:
+        return verdict
+    reason = f"K {draft_len} stays: {verdict.reason}; nobody runs this batch size, so it waits for another change"
+    return dataclasses.replace(verdict, draft_len=draft_len, changes=False, reason=reason)
 
 
 def apply(schedule: Mapping[int, Setting], verdicts: Mapping[int, Verdict], *, now: float) -> Schedule:

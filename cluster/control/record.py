@@ -35,6 +35,11 @@ class Record:
         self.losses_M = self.losses_M * 2.0 ** ((self._judged_at - time) / _RECORD_HALF_LIFE_S) + loss_M
         self._judged_at = time
 
+    @property
+    def has_judged(self) -> bool:
+        """Whether anything that was predicted has come to pass, or not."""
+        return bool(self.losses_M.any())
+
     def best(self) -> int:
         """The belief with the least loss; of equal ones the first."""
         return int(self.losses_M.argmin())

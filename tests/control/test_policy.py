@@ -60,6 +60,22 @@ def test_a_sure_smaller_gain_is_taken_when_the_largest_is_unsure() -> None:
     assert verdict(0, known).draft_len == 1
 
 
+def test_a_small_gain_at_an_idle_batch_size_waits_for_another_change() -> None:
+    known = belief([0.9] * 5)
+    arguments = {"draft_lens": LENGTHS, "belief": known, "step_seconds": seconds, "now": 100.0}
+    gains = {
+        rows: decide({rows: Setting(draft_len=0)}, rules=Rules(margin=0.03), **arguments)[rows].gain for rows in (1, 2)
+    }
+    assert gains[1] > gains[2] > gains[1] / 2
+    rules = Rules(margin=gains[1] / 1.9)  # both gains are above the margin, and below twice of it
+    alone = decide({1: Setting(draft_len=0), 2: Setting(draft_len=5)}, rules=rules, idle=[1], **arguments)
+    assert alone[1].draft_len == 0 and not alone[1].changes and "nobody runs" in alone[1].reason
+    both = decide({1: Setting(draft_len=0), 2: Setting(draft_len=0)}, rules=rules, idle=[1], **arguments)
+    assert both[1].draft_len == both[2].draft_len == 5
+    large = decide({1: Setting(draft_len=0)}, rules=Rules(margin=0.03), idle=[1], **arguments)
+    assert large[1].draft_len == 5
+
+
 def test_unknown_step_times_change_nothing() -> None:
     schedule = {4: Setting(draft_len=3)}
     found = decide(
