@@ -7,17 +7,15 @@ Replicas of one accelerator type share one schedule (a line). A replica whose tr
 schedule of its own, decided from its own counts with the cluster's as the prior, until the difference is gone.
 """
 
-import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from cluster.control import policy
 from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
 from cluster.control.hazards import Belief, changed_since
+from cluster.control.members import Line, LineKey, Push, Replica, check_registration, line_key, plain, schedule_entries
 from cluster.control.memory import Memory
 from cluster.control.messages import (
-    PROTOCOL_VERSION,
     ControlOptions,
     Order,
     Registration,
@@ -27,55 +25,13 @@ from cluster.control.messages import (
 )
 from cluster.control.own_traffic import OwnTraffic
 from cluster.control.policy import Schedule, Setting, Verdict
-from cluster.control.step_times import StepTimes
 from engine.speculative.counters import batch_bucket
-from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck, Version, check_schedule, round_down
+from engine.speculative.schedule import ScheduleAck, Version, check_schedule
 
 _MISSED_REPORTS = 10  # after which a replica is forgotten
 _CHANGE_DEVIATIONS = 4.5
 _SETTLING_INTERVALS = 2.5  # of reports, after a change of traffic: those in between still tell of both kinds
 _IDLE_S = 10.0  # since a batch size was last run
-
-
-LineKey = tuple[str, tuple[int, ...], int]  # accelerator, declared draft lengths, max_num_seqs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Push:
-    """A schedule that `replica_id` should have and does not."""
-
-    replica_id: str
-    version: Version
-    schedule: dict[int, int]
-
-
-@dataclass(kw_only=True, slots=True)
-class Replica:
-    """One registered replica. number: its rows in the log. own: its own line, None while it shares one."""
-
-    number: int
-    registration: Registration
-    counts: ReplicaCounts
-    traffic: OwnTraffic
-    seen_at: float
-    version: Version  # in force there, as far as known
-    target: Version = (0, 0)
-    target_schedule: dict[int, int] = field(default_factory=dict)
-    own: Schedule | None = None
-    latest: Report | None = None
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True, slots=True)
-class Line:
-    """The schedule shared by the replicas of one accelerator type."""
-
-    schedule: Schedule
-    draft_lens: tuple[int, ...]
-    max_num_seqs: int
-    times: StepTimes = field(default_factory=StepTimes)
-    served_at: dict[int, float] = field(default_factory=dict)  # batch bucket -> when it was last reported
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
 
 
 class ControlState:
@@ -119,7 +75,7 @@ class ControlState:
         Raises:
             ValueError: another protocol version, or facts that contradict each other.
         """
-        _check(registration)
+        check_registration(registration)
         known = self.replicas.get(registration.replica_id)
         if known is not None and registration.incarnation < known.counts.incarnation:
             return Reply(interval_s=self.interval_s)
@@ -377,34 +333,3 @@ class ControlState:
     def _note_idleness(self, now: float) -> None:
         if not self.replicas and self.idle_since is None:
             self.idle_since = now
-
-
-def line_key(registration: Registration) -> LineKey:
-    """Replicas of one key share a schedule."""
-    return registration.accelerator, registration.draft_lens, registration.max_num_seqs
-
-
-def schedule_entries(schedule: Mapping[int, int], max_num_seqs: int, draft_lens: tuple[int, ...]) -> dict[int, int]:
-    """A schedule with every batch bucket among its bounds, saying the same at each of them. Ascending."""
-    buckets = {batch_bucket(rows, max_num_seqs) for rows in range(1, max_num_seqs + 1)}
-    bounds = buckets | {bound for bound in schedule if bound <= max_num_seqs}
-    given = DraftLengthSchedule(schedule)
-    return {bound: round_down(given.draft_len(bound), draft_lens) for bound in sorted(bounds)}
-
-
-def plain(schedule: Schedule) -> dict[int, int]:
-    """Batch size -> K."""
-    return {bound: setting.draft_len for bound, setting in schedule.items()}
-
-
-def _check(registration: Registration) -> None:
-    if registration.protocol != PROTOCOL_VERSION:
-        raise ValueError(
-            f"protocol: replica {registration.replica_id} speaks version {registration.protocol}, the controller "
-            f"{PROTOCOL_VERSION}"
-        )
-    lengths = registration.draft_lens
-    if not lengths or lengths[0] != 0 or any(a >= b for a, b in itertools.pairwise(lengths)):
-        raise ValueError(f"draft_lens: must ascend strictly and start with 0, got {list(lengths)}")
-    if registration.max_num_seqs < 1:
-        raise ValueError(f"max_num_seqs: must be >= 1, got {registration.max_num_seqs}")

@@ -3,7 +3,8 @@
 One memory is too short for a trickle of requests, whose chance composition it would chase, and too long for traffic
 that has just changed. So several are kept side by side: all since the last detected change, and fading ones. The first
 is used, unless another one has predicted the counts of seconds still to come clearly better: where traffic swings
-faster than draft lengths can follow, that is a long one, which sees the average.
+faster than draft lengths can follow, that is a long one, which sees the average. A change that stands alone is no
+swing: behind it the first is used whatever the record says, which the change itself has spoilt for all.
 
 Shapes: P seconds with traffic, M memories, W positions. Times are seconds on the traffic clock.
 """
@@ -18,6 +19,8 @@ from cluster.control.record import Record
 _HALF_LIVES_S = (5.0, 20.0, 80.0, 320.0)
 _SINCE_CHANGE_HALF_LIFE_S = 320.0
 _KEPT_S = 1280
+_ALONE_S = 40.0  # without another change before it: then a change is no swing
+_SAME_CHANGE_S = 6.0  # detections so close are of one change, whose place becomes clearer
 _BLOCK_S = 8.0  # counts of neighbouring seconds come from the same requests
 
 
@@ -31,6 +34,7 @@ class Memory:
         self._num_judged = 0  # seconds on record, of all there have been
         self._num_seconds = 0
         self._changed_at = -np.inf
+        self._changes: deque[float] = deque(maxlen=2)
         self._record = Record(1 + len(_HALF_LIVES_S))
         self.chosen = 0
 
@@ -54,6 +58,14 @@ class Memory:
     def changed(self, time: float) -> None:
         """The traffic was found to be another one since `time`."""
         self._changed_at = max(self._changed_at, time)
+        if not self._changes or time - self._changes[-1] > _SAME_CHANGE_S:
+            self._changes.append(time)
+
+    def _stands_alone(self, now: float) -> bool:
+        """Whether the last change is recent, and the one before it is not."""
+        return bool(self._changes) and now - self._changes[-1] < _ALONE_S <= now - (
+            self._changes[0] if len(self._changes) > 1 else -np.inf
+        )
 
     def believe(self, now: float) -> Belief:
         """The belief of the memory in use. There must be counts."""
@@ -61,7 +73,7 @@ class Memory:
         self._judge_seconds(now)
         ages_P = now - times_P
         weights_MP = np.exp2(-ages_P / np.array([_SINCE_CHANGE_HALF_LIFE_S, *_HALF_LIVES_S])[:, None])
-        is_since_P = times_P >= np.floor(self._changed_at)
+        is_since_P = times_P >= np.ceil(self._changed_at)  # the second in which it happened holds both kinds
         if is_since_P.any():
             weights_MP[0] *= is_since_P
         else:
@@ -70,7 +82,7 @@ class Memory:
         hazards_MW = smoothed_hazards(sums_M2W[:, 0], sums_M2W[:, 1])
         self._record.predict(now, hazards_MW)
         best = self._record.best()
-        self.chosen = best if self._record.is_better(best) else 0
+        self.chosen = best if self._record.is_better(best) and not self._stands_alone(now) else 0
         weights_P = weights_MP[self.chosen]
         used = weights_P > 0
         span = times_P[-1] - times_P[used][0] + 1.0

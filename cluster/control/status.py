@@ -2,7 +2,8 @@
 
 import msgspec
 
-from cluster.control.estimate import ControlState, Replica
+from cluster.control.estimate import ControlState
+from cluster.control.members import Replica
 from cluster.control.messages import Order
 from cluster.control.policy import Schedule, Verdict
 from engine.speculative.schedule import Version
