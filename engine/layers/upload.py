@@ -6,7 +6,7 @@ import torch
 
 
 def upload(
-    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]],
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]],
     device: torch.device,
     *,
     dtype: torch.dtype = torch.int64,
