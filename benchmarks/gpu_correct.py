@@ -47,6 +47,7 @@ def build(args: argparse.Namespace, model: str, drafter: str | None, draft_len: 
         max_num_batched_tokens=4096,
         block_size=args.block_size,
         enable_prefix_caching=False,
+        num_blocks=32 * -(-660 // args.block_size),
         decode_programs=args.programs,
     )
     settings |= options

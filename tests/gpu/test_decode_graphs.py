@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine import SamplingParams
+from engine.kv_cache.block_bytes import bytes_per_block
 from engine.runner.recorder import GraphRecorder
 from tests.engine.test_decode_programs import build, drive
 from tests.engine.test_shadow_scoring import check_real_drafter
@@ -60,6 +61,18 @@ def test_the_loop_never_waits_for_the_device(models):
 
 def test_captured_programs_report_drafts_for_scoring(models):
     check_real_drafter(models, 0, device="cuda", decode_programs="graphs", pipeline_depth=1)
+
+
+def test_blocks_are_measured_where_nobody_said_how_many(models):
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    with build(models, "eager") as llm:
+        truth = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    with build(models, "graphs", device="cuda", num_blocks=None) as llm:
+        free, total = torch.cuda.mem_get_info()
+        block_bytes = bytes_per_block(llm.config)
+        assert llm.config.num_blocks * block_bytes > 0.5 * total, "most of an empty GPU is for the cache"
+        assert 0.02 * total < free < 0.2 * total
+        assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == truth
 
 
 def test_a_borrowed_tensor_is_the_memory_and_does_not_hold_it():
