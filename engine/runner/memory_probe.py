@@ -25,6 +25,7 @@ from engine.step import BlockTableUpdate, PrefillChunk, SlotInit, StepPlan
 logger = logging.getLogger(__name__)
 
 _PROBE_BLOCKS = 2
+CACHED_BATCHES = 16  # blocks of so many full batches are kept, requests and prefix cache together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +63,8 @@ def measured_config(
     blocks_1 = torch.tensor([use.for_blocks // bytes_per_block(config)], device=device)
     affordable = int(tp.all_gather(blocks_1, dim=0).min())
     usable = config.max_num_seqs * config.max_blocks_per_seq + 1
-    # A prefix cache has a use for every block; without one, requests can own no more than these.
-    blocks = affordable if config.enable_prefix_caching else min(affordable, usable)
+    # Requests can own no more than these; a prefix cache has a use for more, up to where the host's books get long.
+    blocks = min(affordable, CACHED_BATCHES * usable if config.enable_prefix_caching else usable)
     check_measured_blocks(config, blocks, use.total, use.total - use.free, use.free - use.for_blocks)
     return replace(config, num_blocks=blocks)
 

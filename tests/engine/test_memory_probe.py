@@ -10,7 +10,7 @@ from engine.config.resolve import resolve_engine_config
 from engine.kv_cache.block_bytes import bytes_per_block
 from engine.parallel.tp_group import TpGroup
 from engine.runner import memory_probe
-from engine.runner.memory_probe import MemoryUse, launch_largest_prefill, measured_config
+from engine.runner.memory_probe import CACHED_BATCHES, MemoryUse, launch_largest_prefill, measured_config
 from engine.runner.runner import ModelRunner
 from engine.weights.loader import load_target
 from tests.toy import make_target
@@ -37,9 +37,10 @@ def blocks_of(config, monkeypatch, free: int) -> int:
 
 
 def test_blocks_fill_what_is_left(config, monkeypatch):
-    """free - a tenth of the total - the largest programs - the other pairs."""
-    left = 60 * GIB - 10 * GIB - 7 * GIB - 8 * (GIB // 8)
-    assert blocks_of(config, monkeypatch, 60 * GIB) == left // bytes_per_block(config)
+    """free - a tenth of the total - the largest programs - the other pairs; no more than can be of use."""
+    left = 300 * bytes_per_block(config) + 1
+    assert blocks_of(config, monkeypatch, left + 10 * GIB + 7 * GIB + 8 * (GIB // 8)) == 300
+    assert blocks_of(config, monkeypatch, 60 * GIB) == CACHED_BATCHES * (3 * 13 + 1)
     without_cache = replace(config, enable_prefix_caching=False)
     assert blocks_of(without_cache, monkeypatch, 60 * GIB) == 3 * 13 + 1
 

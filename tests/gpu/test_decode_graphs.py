@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine import SamplingParams
-from engine.kv_cache.block_bytes import bytes_per_block
+from engine.runner.memory_probe import CACHED_BATCHES, measure
 from engine.runner.recorder import GraphRecorder
 from tests.engine.test_decode_programs import build, drive
 from tests.engine.test_shadow_scoring import check_real_drafter
@@ -68,10 +68,19 @@ def test_blocks_are_measured_where_nobody_said_how_many(models):
     with build(models, "eager") as llm:
         truth = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
     with build(models, "graphs", device="cuda", num_blocks=None) as llm:
-        free, total = torch.cuda.mem_get_info()
-        block_bytes = bytes_per_block(llm.config)
-        assert llm.config.num_blocks * block_bytes > 0.5 * total, "most of an empty GPU is for the cache"
-        assert 0.02 * total < free < 0.2 * total
+        config, rank = llm.config, llm._rank
+        assert config.num_blocks == CACHED_BATCHES * (config.max_num_seqs * config.max_blocks_per_seq + 1)
+        runner = rank.runner
+        use = measure(
+            config,
+            target=runner._target,
+            drafter=runner._draft_program._drafter,
+            tp=rank.tp,
+            device=torch.device("cuda", 0),
+        )
+        free = torch.cuda.mem_get_info()[0]
+        assert 0 < use.largest < 4 << 30 and use.per_pair < 1 << 28
+        assert use.for_blocks > 0.5 * use.total and free >= use.free - (1 << 28), "the probe gives back what it took"
         assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == truth
 
 
