@@ -58,7 +58,7 @@ def shapes() -> Iterator[Shape]:
 
 def cuts(shape: Shape) -> dict[str, DecodeCut]:
     """The choice of `cuda_choice` and others around it."""
-    h, g, _ = MODELS[shape.model]
+    h, g, D = MODELS[shape.model]
     pages = -(-(shape.context + shape.queries) // shape.page)
     length = pages * shape.page
     chosen = decode_cut(
@@ -66,11 +66,12 @@ def cuts(shape: Shape) -> dict[str, DecodeCut]:
         queries=shape.queries,
         group=h // g,
         kv_heads=g,
+        head_dim=D,
         max_kv_len=length,
         num_sms=num_multiprocessors(torch.device("cuda")),
     )
     found = {"chosen": chosen}
-    for splits in (1, 4, 8, 16, 32, 64):
+    for splits in (1, 2, 4, 8, 16, 64):
         if splits <= -(-length // 64) and shape.sequences * g * splits <= 2048:
             found[f"{splits} splits"] = replace(chosen, num_splits=splits)
     found["128 positions"] = replace(chosen, positions=128, num_splits=max(1, chosen.num_splits // 2))
@@ -129,7 +130,7 @@ def compile_part(part: str) -> None:
     seen: set[tuple[object, ...]] = set()
     for shape in shapes():
         for cut in cuts(shape).values():
-            splits = (cut.num_splits > 1, cut.num_splits > 8, cut.num_splits.bit_length())
+            splits = (cut.num_splits > 1, cut.num_splits.bit_length())
             kind = (shape.model, shape.page, replace(cut, num_splits=1), splits)
             if kind not in seen:
                 seen.add(kind)

@@ -6,11 +6,9 @@ does. Shapes: R sequences, Q queries of each, G query heads per KV head, g KV he
 
 from dataclasses import dataclass
 
-MERGED_IN_PLACE = 8  # most splits that the last program of a sequence merges itself
-MAX_DECODE_QUERIES = 32  # uniform groups of at most so many queries take the split-KV kernel
+MAX_DECODE_QUERIES = 32  # uniform groups of at most so many queries take the split-KV kernel, at any batch size
 _TILE_ROWS = (16, 32, 64, 128)
-_PROGRAMS_PER_SM = 2  # what the splits of a decode call aim at
-_IN_PLACE_TILES = 6  # tiles per split up to which few splits merged in place beat many and a second kernel
+_MOST_SPLITS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,20 +33,24 @@ class RaggedCut:
     num_stages: int = 3
 
 
-def decode_cut(*, sequences: int, queries: int, group: int, kv_heads: int, max_kv_len: int, num_sms: int) -> DecodeCut:
-    """How the split-KV kernel cuts R sequences of up to max_kv_len positions."""
+def decode_cut(
+    *, sequences: int, queries: int, group: int, kv_heads: int, head_dim: int, max_kv_len: int, num_sms: int
+) -> DecodeCut:
+    """How the split-KV kernel cuts R sequences of up to max_kv_len positions.
+
+    A tile takes about a microsecond whatever else happens, so one request gets a program per tile; many get what keeps
+    the SMs busy: 6 programs each of small tiles at head size 64, half of it for tall tiles, two thirds at 128.
+    """
     packed = queries * group
     rows = next((size for size in _TILE_ROWS if size >= packed), _TILE_ROWS[-1])
     positions = 64
     units = sequences * kv_heads * -(-packed // rows)
     tiles = -(-max_kv_len // positions)
-    wanted = min(tiles, max(1, _PROGRAMS_PER_SM * num_sms // units))
-    if wanted > MERGED_IN_PLACE and tiles <= _IN_PLACE_TILES * MERGED_IN_PLACE:
-        wanted = MERGED_IN_PLACE
+    programs_per_sm = (6 if rows <= 32 else 3) if head_dim <= 64 else (4 if rows <= 32 else 2)
     return DecodeCut(
         rows=rows,
         positions=positions,
-        num_splits=wanted,
+        num_splits=max(1, min(tiles, _MOST_SPLITS, programs_per_sm * num_sms // units)),
         num_warps=8 if rows == 128 else 4,
     )
 
@@ -62,8 +64,3 @@ def ragged_cut(*, rows: int, group: int, kv_heads: int, num_sms: int) -> RaggedC
         num_warps=8 if large else 4,
         num_stages=3,
     )
-
-
-def prefers_flash(*, sequences: int, queries: int, kv_heads: int, num_sms: int) -> bool:
-    """Whether flash-attn beats the split-KV kernel on a decode group: it has no splits, so R x g must fill the GPU."""
-    return sequences * kv_heads >= 2 * num_sms and queries > 1

@@ -19,7 +19,6 @@ from engine.attention.cuda_choice import (
     MAX_DECODE_QUERIES,
     DecodeCut,
     decode_cut,
-    prefers_flash,
     ragged_cut,
 )
 from engine.attention.reference import paged_attention
@@ -57,24 +56,15 @@ def _kernels_take(q_NhD: Tensor, k_cache: Tensor) -> bool:
 
 
 def _group_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
-    queries = group.q_lens[0]
-    uniform = max(group.q_lens) == min(group.q_lens)
+    if max(group.q_lens) == min(group.q_lens) <= MAX_DECODE_QUERIES:
+        _decode(q_nhD, k_cache, v_cache, group, out_nE)
+        return
     may_flash = (
         q_nhD.is_cuda
         and group.window is None
         and flash.suits(q_nhD, k_cache.shape[1])
         and flash.unavailable_reason() is None
     )
-    if uniform and queries <= MAX_DECODE_QUERIES:
-        full = prefers_flash(
-            sequences=len(group.q_lens),
-            queries=queries,
-            kv_heads=k_cache.shape[2],
-            num_sms=num_multiprocessors(q_nhD.device),
-        )
-        if not (may_flash and full):
-            _decode(q_nhD, k_cache, v_cache, group, out_nE)
-            return
     if may_flash:
         out_nE.copy_(flash.flash_attention(q_nhD, k_cache, v_cache, group))
     else:
@@ -103,6 +93,7 @@ def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
             queries=queries,
             group=h // g,
             kv_heads=g,
+            head_dim=D,
             max_kv_len=group.max_kv_len,
             num_sms=num_multiprocessors(q_nhD.device),
         )

@@ -1,4 +1,4 @@
-"""flash-attn's CuTe build (`flash-attn-4`) over the paged cache: prompts, and decode batches that fill the GPU.
+"""flash-attn's CuTe build (`flash-attn-4`) over the paged cache, for prompts.
 
 Facts relied on (4.0.0b36): causal masks are aligned to the end of the keys, `seqused_k` - queries being the first
 query's position; num_splits must be 1 on SM90, which has no split-KV there; page sizes 16, 64 and 128 are right; tables

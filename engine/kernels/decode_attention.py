@@ -1,9 +1,9 @@
 """Split-KV decode attention over the paged cache in Triton: few queries per sequence, causal tail or not.
 
 The tiles of a sequence's visible positions are dealt to at most `num_splits` programs, from the length on the device:
-a graph captured for long sequences reads no more on short ones. Each leaves its maximum, sum and weighted values; they
-are merged by the sequence's last program (few splits) or by a second kernel. Grids depend on shapes alone and nothing
-is read back: a call can be captured.
+a graph captured for long sequences reads no more on short ones. Each leaves its maximum, sum and weighted values, and a
+second kernel merges them (a merge by a sequence's last program was measured: it takes longer). Grids depend on shapes
+alone and nothing is read back: a call can be captured.
 
 Shapes: N rows, R sequences, Q queries of each, h heads, g KV heads, G = h / g, D head size, S splits, B table columns.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.cuda_choice import MERGED_IN_PLACE, DecodeCut
+from engine.attention.cuda_choice import DecodeCut
 from engine.kernels.attention_scan import (
     LOG2_E,
     PLAIN,
@@ -42,7 +42,6 @@ def _decode_kernel(
     sink_ptr,
     part_ptr,
     stat_ptr,
-    count_ptr,
     q_row_stride,
     out_row_stride,
     table_stride,
@@ -65,7 +64,6 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     SINK: tl.constexpr,
     SPLIT: tl.constexpr,
-    MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -121,41 +119,15 @@ def _decode_kernel(
             PRECISION,
             STAGES,
         )
-        out_at = out_ptr + at[:, None] * out_row_stride + head[:, None] * D + d[None, :]
         if SPLIT:
-            part = part_ptr + (unit.to(tl.int64) * num_splits) * BM * DP
-            stat = stat_ptr + (unit.to(tl.int64) * num_splits) * 2 * BM
             rows = tl.arange(0, BM)
-            cells = rows[:, None] * DP + d[None, :]
-            if (active == 1) & MERGE:
-                mean = finish(best, total, values, sink_ptr, head, real, SINK)
-                tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
-            else:
-                tl.store(stat + split * 2 * BM + rows, best)
-                tl.store(stat + split * 2 * BM + BM + rows, total)
-                tl.store(part + split * BM * DP + cells, values)
-                if MERGE:
-                    tl.debug_barrier()  # every thread's stores come before the count
-                    done = tl.atomic_add(count_ptr + unit, 1, sem="acq_rel")
-                    if done == active - 1:
-                        tl.store(count_ptr + unit, 0)  # ready for the next launch
-                        best = tl.full([BM], float("-inf"), tl.float32)
-                        total = tl.zeros([BM], tl.float32)
-                        values = tl.zeros([BM, DP], tl.float32)
-                        for other in tl.range(0, active, num_stages=3):
-                            other_best = tl.load(stat + other * 2 * BM + rows, cache_modifier=".cg")
-                            other_total = tl.load(stat + other * 2 * BM + BM + rows, cache_modifier=".cg")
-                            other_values = tl.load(part + other * BM * DP + cells, cache_modifier=".cg")
-                            top = tl.maximum(best, other_best)
-                            origin = tl.where(top == float("-inf"), 0.0, top)
-                            fade, gain = tl.exp2(best - origin), tl.exp2(other_best - origin)
-                            total = total * fade + other_total * gain
-                            values = values * fade[:, None] + other_values * gain[:, None]
-                            best = top
-                        mean = finish(best, total, values, sink_ptr, head, real, SINK)
-                        tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
+            place = (unit.to(tl.int64) * num_splits + split) * BM
+            tl.store(stat_ptr + 2 * place + rows, best)
+            tl.store(stat_ptr + 2 * place + BM + rows, total)
+            tl.store(part_ptr + place * DP + rows[:, None] * DP + d[None, :], values, mask=real[:, None])
         else:
             mean = finish(best, total, values, sink_ptr, head, real, SINK)
+            out_at = out_ptr + at[:, None] * out_row_stride + head[:, None] * D + d[None, :]
             tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -223,11 +195,10 @@ def _merge_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspace:
-    """What the splits of one call leave for the merge. count is zero before and after every call."""
+    """What the splits of one call leave for the merge."""
 
     part: Tensor
     stat: Tensor
-    count: Tensor
 
     @classmethod
     def create(cls, units: int, cut: DecodeCut, head_dim: int, device: torch.device) -> "Workspace":
@@ -236,7 +207,6 @@ class Workspace:
         return cls(
             part=torch.empty(cells * padded_head(head_dim), dtype=torch.float32, device=device),
             stat=torch.empty(2 * cells, dtype=torch.float32, device=device),
-            count=torch.zeros(units, dtype=torch.int32, device=device),
         )
 
 
@@ -273,7 +243,6 @@ def decode_attention(
     m_tiles = row_tiles(q_len, G, cut.rows)
     split = cut.num_splits > 1
     assert split == (workspace is not None)
-    merge = split and cut.num_splits <= MERGED_IN_PLACE
     nothing = out_NE  # a pointer nobody follows
     sink = nothing if options.sink_h is None else options.sink_h
     common = {
@@ -300,7 +269,6 @@ def decode_attention(
         sink,
         nothing if workspace is None else workspace.part,
         nothing if workspace is None else workspace.stat,
-        nothing if workspace is None else workspace.count,
         q_NhD.stride(0),
         out_NE.stride(0),
         block_table_RB.stride(0),
@@ -315,12 +283,11 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         SOFT_CAP=options.soft_cap is not None,
         SPLIT=split,
-        MERGE=merge,
         PRECISION=precision(q_NhD.dtype),
         STAGES=cut.num_stages,
         num_warps=cut.num_warps,
     )
-    if split and not merge:
+    if split:
         assert workspace is not None
         _merge_kernel[(N, h)](
             workspace.part,

@@ -39,19 +39,9 @@ def rounded(x, like_ptr):
 
 
 @triton.jit
-def inverse_rms(x_ptr, row_m, real_m, x_stride, eps, K: tl.constexpr, BK: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of rows [BM], float32."""
-    squares = tl.zeros([row_m.shape[0]], tl.float32)
-    k = tl.arange(0, BK)
-    for first in tl.range(0, K, BK, num_stages=2):
-        read = real_m[:, None] & (first + k < K)[None, :]
-        x = tl.load(x_ptr + row_m[:, None] * x_stride + first + k[None, :], mask=read, other=0.0).to(tl.float32)
-        squares += tl.sum(x * x, 1)
-    return tl.rsqrt(squares / K + eps)
-
-
-@triton.jit
-def normed(x, rms_m, weight, like_ptr):
-    """(x * rms, rounded) * weight, rounded: float32 x [BM, BK], weight [BK] of the pointer's type."""
-    scaled = rounded(x.to(tl.float32) * rms_m[:, None], like_ptr)
-    return (scaled * weight.to(tl.float32)[None, :]).to(like_ptr.dtype.element_ty)
+def inverse_rms(squares_ptr, row_m, real_m, num_parts, eps, SIZE: tl.constexpr, PARTS: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of rows [BM] from the parts [rows, num_parts] of their sums of squares, float32."""
+    part = tl.arange(0, PARTS)
+    read = real_m[:, None] & (part < num_parts)[None, :]
+    squares = tl.load(squares_ptr + row_m[:, None] * num_parts + part[None, :], mask=read, other=0.0)
+    return tl.rsqrt(tl.sum(squares, 1) / SIZE + eps)

@@ -1,15 +1,15 @@
 """How the few-row matrix kernels are cut, and where cuBLAS is taken instead. Pure arithmetic on shapes.
 
-`MEASURED` holds what `benchmarks/gpu_linear.py` found best; a shape that is not in it gets the rule below.
-Shapes: K inputs, N outputs.
+From `benchmarks/gpu_linear.py` on an H200: products of small models cost their latency, and the Triton kernel's is half
+of cuBLAS's; the large ones of an 8B model are read faster by cuBLAS. Shapes: K inputs, N outputs.
 """
 
 from dataclasses import dataclass
 
-MAX_ROWS = 64  # rows up to which the kernels are considered at all
-_SMALL_WEIGHT = 1 << 22  # elements; below, a product costs its latency, and fused kernels beat everything
-_SPLIT_BELOW = 2  # output tiles per SM under which a long sum is shared
-_HEAD_ELEMENTS = 1 << 17  # of one head's weights: above, a program per head leaves SMs without work
+MAX_ROWS = 256  # rows up to which the kernels are considered at all
+_SMALL_WEIGHT = 1 << 22  # most elements of a weight whose product costs its latency
+_LONG_SUM = 1024  # inputs above which a few programs share a sum
+_SHARED_ROWS = 64  # rows up to which they do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,30 +29,20 @@ class HeadCut:
 
     inputs: int = 64
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 5
 
 
-# (K, N, SwiGLU) -> ((most rows, cut or None for cuBLAS), ..) ascending by rows.
-MEASURED: dict[tuple[int, int, bool], tuple[tuple[int, GemmCut | None], ...]] = {}
-
-
-def gemm_cut(*, rows: int, K: int, N: int, swiglu: bool = False, num_sms: int) -> GemmCut | None:
+def gemm_cut(*, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
     """The cut of a product, or None where cuBLAS is the better choice."""
-    if rows > MAX_ROWS:
+    if not 0 < rows <= MAX_ROWS or N * K > _SMALL_WEIGHT:
         return None
-    for most_rows, cut in MEASURED.get((K, N, swiglu), ()):
-        if rows <= most_rows:
-            return cut
-    if N * K <= _SMALL_WEIGHT:
-        return GemmCut(outputs=16, inputs=64 if K <= 1024 else 128)
-    outputs = 64 if 8 * 64 * num_sms <= N else 32
-    tiles = -(-N // outputs)
-    splits = 1 if swiglu else max(1, min(4, _SPLIT_BELOW * num_sms // tiles, K // 1024))
-    return GemmCut(outputs=outputs, inputs=128, num_splits=splits)
+    if K <= _LONG_SUM or swiglu:
+        return GemmCut(outputs=16, inputs=64)
+    return GemmCut(outputs=16, inputs=128, num_splits=3 if rows <= _SHARED_ROWS else 1)
 
 
-def head_cut(*, K: int, head_dim: int) -> HeadCut | None:
-    """The cut of the kernel that makes whole heads; None where a program per head would read too much."""
-    if head_dim < 32 or head_dim & (head_dim - 1) or K * head_dim > _HEAD_ELEMENTS:
+def head_cut(*, rows: int, K: int, head_dim: int) -> HeadCut | None:
+    """The cut of the kernel that makes whole heads; None where it has no such form or reads too much per program."""
+    if not 0 < rows <= MAX_ROWS or head_dim < 32 or head_dim & (head_dim - 1) or K * head_dim > _SMALL_WEIGHT >> 5:
         return None
     return HeadCut()

@@ -1,8 +1,8 @@
-"""q, k and v of few rows in one kernel: RMS norm, projection, bias, q/k norm, rotation, and the writes to the cache.
+"""q, k and v of few rows in one kernel: norm, projection, bias, q/k norm, rotation, and the writes to the cache.
 
-A program makes one head of one layer: its columns are whole, so the norm over them and the pairs (d, d + D/2) of the
-rotation are at hand. The drafter's context takes the same kernel with the K and V heads of all its layers side by side.
-Roundings are those of the torch form.
+A program makes the pairs (d, d + D/2) of one head of one layer: all of them where the head has a norm, else a slice, so
+that more SMs read weights. The drafter's context takes the same kernel with the K and V heads of all its layers side by
+side. Of the norm before the projection only its factor is applied here: see `Scaled` in `row_gemm`.
 
 Shapes: M rows, K inputs, L layers, h query heads (0 for context), g KV heads, D head size.
 """
@@ -12,19 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention_scan import precision
-from engine.kernels.device_ops import begin, inverse_rms, normed, prefetch, rounded
+from engine.kernels.device_ops import begin, inverse_rms, prefetch, rounded
 from engine.kernels.gemm_choice import HeadCut
-from engine.kernels.row_gemm import norm_columns
+from engine.kernels.row_gemm import Scaled
 
 _LINE_BYTES = 128
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "num_parts"])
 def _head_gemm_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    norm_ptr,
+    squares_ptr,
     head_norm_ptr,
     cos_ptr,
     sin_ptr,
@@ -33,6 +33,7 @@ def _head_gemm_kernel(
     k_ptr,
     v_ptr,
     M,
+    num_parts,
     x_stride,
     angle_stride,
     q_stride,
@@ -45,7 +46,8 @@ def _head_gemm_kernel(
     K: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    NORM_BK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     HEAD_NORM: tl.constexpr,
@@ -56,30 +58,30 @@ def _head_gemm_kernel(
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
-    unit, m_tile = tl.program_id(0), tl.program_id(1)
+    unit, m_tile, slice_of_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layer, head = unit // (H + 2 * G), unit % (H + 2 * G)
-    weight_at = weight_ptr + unit.to(tl.int64) * D * K
-    prefetch(weight_at, D * K, LINES, LINE_ELEMENTS)
+    weight_at = weight_ptr + unit.to(tl.int64) * D * K + slice_of_head * WIDTH * K
+    prefetch(weight_at, WIDTH * K, LINES, LINE_ELEMENTS)
+    prefetch(weight_at + HALF * K, WIDTH * K, LINES, LINE_ELEMENTS)
     begin(PDL)
     m = m_tile * BM + tl.arange(0, BM)
     real = m < M
-    if NORM:
-        rms = inverse_rms(x_ptr, m, real, x_stride, eps, K, NORM_BK)
     k = tl.arange(0, BK)
-    d = tl.arange(0, HALF)
-    rows = d[:, None] * K
-    low = tl.zeros([BM, HALF], tl.float32)
-    high = tl.zeros([BM, HALF], tl.float32)
+    rows = tl.arange(0, WIDTH)[:, None] * K
+    low = tl.zeros([BM, WIDTH], tl.float32)
+    high = tl.zeros([BM, WIDTH], tl.float32)
     for first in tl.range(0, K, BK, num_stages=STAGES):
         at = first + k
         inside = at < K
         x = tl.load(x_ptr + m[:, None] * x_stride + at[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-        if NORM:
-            x = normed(x, rms, tl.load(norm_ptr + at, mask=inside, other=0.0), x_ptr)
         low_weight = tl.load(weight_at + rows + at[None, :], mask=inside[None, :], other=0.0)
         high_weight = tl.load(weight_at + HALF * K + rows + at[None, :], mask=inside[None, :], other=0.0)
         low = tl.dot(x, tl.trans(low_weight), low, input_precision=PRECISION)
         high = tl.dot(x, tl.trans(high_weight), high, input_precision=PRECISION)
+    d = slice_of_head * WIDTH + tl.arange(0, WIDTH)
+    if NORM:
+        rms = inverse_rms(squares_ptr, m, real, num_parts, eps, K, PARTS)[:, None]
+        low, high = low * rms, high * rms
     if BIAS:
         low += tl.load(bias_ptr + unit * D + d).to(tl.float32)[None, :]
         high += tl.load(bias_ptr + unit * D + HALF + d).to(tl.float32)[None, :]
@@ -112,7 +114,7 @@ def _head_gemm_kernel(
 
 
 def head_gemm(
-    x_MK: Tensor,
+    x_MK: Tensor | Scaled,
     weight: Tensor,
     angles: tuple[Tensor, Tensor],
     slots_M: Tensor,
@@ -122,7 +124,6 @@ def head_gemm(
     num_heads: int,
     num_layers: int = 1,
     bias: Tensor | None,
-    norm: tuple[Tensor, float] | None,
     head_norm: tuple[Tensor, float] | None,
     cut: HeadCut,
     pdl: bool = False,
@@ -131,28 +132,33 @@ def head_gemm(
 
     weight [L * (h + 2g) * D, K]: q, k, v heads of a layer after another. kv: the first layer's K and V caches
     [.., g, D]; layer l's lie 2 * l times their size further. angles: cos and sin [M, 1, D], the first half of sin
-    negated. norm: (weight [K], eps) of x; head_norm: (weight [L, h + g, D], eps). Rows of one call may share a slot
-    only in the null block, whose contents nobody reads.
+    negated. Of a Scaled x, its norm is projected. head_norm: (weight [L, h + g, D], eps). Rows of one call may share a
+    slot only in the null block, whose contents nobody reads.
     """
     (k_cache, v_cache), (cos, sin) = kv, angles
+    scaled = x_MK if isinstance(x_MK, Scaled) else None
+    x = x_MK.x_MK if isinstance(x_MK, Scaled) else x_MK
     g, D = k_cache.shape[-2:]
-    M, K = x_MK.shape
+    M, K = x.shape
     assert weight.shape == (num_layers * (num_heads + 2 * g) * D, K)
     assert weight.is_contiguous()
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
-    assert x_MK.stride(1) == cos.stride(-1) == 1
+    assert x.stride(1) == cos.stride(-1) == 1
     assert cos.stride() == sin.stride()
     assert slots_M.is_contiguous()
     assert D >= 32 and D & (D - 1) == 0
     BM = min(64, max(16, triton.next_power_of_2(M)))
     line_elements = _LINE_BYTES // weight.element_size()
-    nothing = x_MK  # a pointer nobody follows
-    _head_gemm_kernel[(num_layers * (num_heads + 2 * g), triton.cdiv(M, BM))](
-        x_MK,
+    # Slices of 16 pairs where the head needs no norm over all of them.
+    width = D // 2 if head_norm is not None else 16
+    parts = 1 if scaled is None else scaled.squares_MP.shape[1]
+    nothing = x  # a pointer nobody follows
+    _head_gemm_kernel[(num_layers * (num_heads + 2 * g), triton.cdiv(M, BM), D // 2 // width)](
+        x,
         weight,
         nothing if bias is None else bias,
-        nothing if norm is None else norm[0],
+        nothing if scaled is None else scaled.squares_MP,
         nothing if head_norm is None else head_norm[0],
         cos,
         sin,
@@ -161,11 +167,12 @@ def head_gemm(
         k_cache,
         v_cache,
         M,
-        x_MK.stride(0),
+        parts,
+        x.stride(0),
         cos.stride(0),
         q_MhD.stride(0),
         k_cache.numel(),
-        0.0 if norm is None else norm[1],
+        0.0 if scaled is None else scaled.eps,
         0.0 if head_norm is None else head_norm[1],
         H=num_heads,
         G=g,
@@ -173,13 +180,14 @@ def head_gemm(
         K=K,
         BM=BM,
         BK=cut.inputs,
-        NORM_BK=norm_columns(K, BM),
-        NORM=norm is not None,
+        WIDTH=width,
+        PARTS=triton.next_power_of_2(parts),
+        NORM=scaled is not None,
         BIAS=bias is not None,
         HEAD_NORM=head_norm is not None,
-        PRECISION=precision(x_MK.dtype),
+        PRECISION=precision(x.dtype),
         STAGES=cut.num_stages,
-        LINES=min(1024, triton.next_power_of_2(triton.cdiv(D * K, line_elements))) if pdl else 0,
+        LINES=min(1024, triton.next_power_of_2(triton.cdiv(width * K, line_elements))) if pdl else 0,
         LINE_ELEMENTS=line_elements,
         PDL=pdl,
         num_warps=cut.num_warps,

@@ -4,11 +4,13 @@ Each stands for a chain of torch expressions and rounds where they do.
 Shapes: N rows, H hidden, L layers, h query heads, g KV heads, D head size.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.device_ops import begin, rounded
+from engine.kernels.row_gemm import Scaled
 
 _SILU_COLUMNS = 1024
 
@@ -41,6 +43,20 @@ def _rms_norm_kernel(
     rms = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
     y = rounded(x * rms, out_ptr) * weight
     tl.store(out_ptr + row * SIZE + c, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scale_rows_kernel(
+    x_ptr, scaled_ptr, squares_ptr, weight_ptr, x_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, PADDED)
+    inside = c < SIZE
+    x = tl.load(x_ptr + row * x_stride + c, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + row * SIZE + c, (x * weight).to(scaled_ptr.dtype.element_ty), mask=inside)
+    tl.store(squares_ptr + row, tl.sum(x * x, 0))
 
 
 @triton.jit
@@ -167,6 +183,26 @@ def _norm(
         num_warps=1 if size <= 256 else 4 if size <= 2048 else 8,
         launch_pdl=pdl,
     )
+
+
+def scale_rows(x_NH: Tensor, weight_H: Tensor, eps: float, *, pdl: bool = False) -> Scaled:
+    """Rows that no kernel of `row_gemm` made, ready for the readers of their norm."""
+    N, H = x_NH.shape
+    assert x_NH.stride(1) == 1
+    made = Scaled(x_MK=x_NH.new_empty(N, H), squares_MP=x_NH.new_empty(N, 1, dtype=torch.float32), eps=eps)
+    _scale_rows_kernel[(N,)](
+        x_NH,
+        made.x_MK,
+        made.squares_MP,
+        weight_H,
+        x_NH.stride(0),
+        SIZE=H,
+        PADDED=triton.next_power_of_2(H),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return made
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:

@@ -1,12 +1,12 @@
 """The Triton kernels of `engine.kernels` as decoder layers use them on CUDA. See there for what each computes.
 
 `cuda_rows(x)` gives them, or None where they cannot run; callers then use the torch expressions. Two ways through a
-layer: few rows take five launches, everything around the matrices fused into them; more rows take cuBLAS and the
-row-wise kernels of the same interface as the CPU's (`engine.layers.cpu_rows`).
+layer: few rows of a small model take five launches and a merge, everything around the matrices fused into them; all
+else takes cuBLAS and the row-wise kernels, whose interface is that of the CPU's (`engine.layers.cpu_rows`).
 Shapes: N rows, H hidden, h query heads, g KV heads, D head size.
 """
 
-from __future__ import annotations  # Linear, which imports this module, is named in a signature
+from __future__ import annotations  # Linear imports this module, Scaled's imports Triton: both only annotate
 
 import functools
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels.available import KERNEL_DTYPES, dependent_launch, interpreted, unavailable_reason
-from engine.kernels.gemm_choice import MAX_ROWS, GemmCut, gemm_cut, head_cut
+from engine.kernels.gemm_choice import gemm_cut, head_cut
 
 if TYPE_CHECKING:
+    from engine.kernels.row_gemm import Scaled
     from engine.layers.linear import Linear
 
 
@@ -117,11 +118,11 @@ class CudaRows:
         """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
-        cut = gemm_cut(rows=rows, K=K, N=N, num_sms=self.num_sms) if 0 < rows <= MAX_ROWS else None
+        cut = gemm_cut(rows=rows, K=K, N=N)
         if cut is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        self._product(x.reshape(rows, K), weight, out, cut, bias=bias)
+        self._product(x.reshape(rows, K), weight, out, bias=bias)
         return out.view(*x.shape[:-1], N)
 
     def write_context(
@@ -142,8 +143,8 @@ class CudaRows:
 
         L, _, D = norm_weight.shape
         caches = (stack[0], stack[1])
-        cut = head_cut(K=c_NH.shape[1], head_dim=D)
-        if cut is None or not 0 < c_NH.shape[0] <= MAX_ROWS:
+        cut = head_cut(rows=c_NH.shape[0], K=c_NH.shape[1], head_dim=D)
+        if cut is None:
             self.rotate_and_write(
                 projection.forward(c_NH),
                 angles,
@@ -165,7 +166,6 @@ class CudaRows:
             num_heads=0,
             num_layers=L,
             bias=projection.bias,
-            norm=None,
             head_norm=(norm_weight, eps),
             cut=cut,
             pdl=self.pdl,
@@ -173,94 +173,92 @@ class CudaRows:
 
     def takes_layer(self, rows: int, layer: LayerWeights) -> bool:
         """Whether a layer of that many rows runs in the fused launches."""
-        H = layer.input_norm.shape[0]
-        cuts = (
-            gemm_cut(rows=rows, K=layer.o.shape[1], N=H, num_sms=self.num_sms),
-            gemm_cut(rows=rows, K=H, N=layer.down.shape[1], swiglu=True, num_sms=self.num_sms),
-            gemm_cut(rows=rows, K=layer.down.shape[1], N=H, num_sms=self.num_sms),
+        H, mlp_size = layer.input_norm.shape[0], layer.down.shape[1]
+        return (
+            head_cut(rows=rows, K=H, head_dim=layer.head_dim) is not None
+            and gemm_cut(rows=rows, K=layer.o.shape[1], N=H) is not None
+            and gemm_cut(rows=rows, K=H, N=mlp_size, swiglu=True) is not None
+            and gemm_cut(rows=rows, K=mlp_size, N=H) is not None
         )
-        return 0 < rows <= MAX_ROWS and all(cut is not None for cut in cuts)
+
+    def scale_rows(self, x_NH: Tensor, weight: Tensor, eps: float) -> Scaled:
+        """Rows for the first of the fused layers."""
+        from engine.kernels.row_ops import scale_rows
+
+        return scale_rows(x_NH, weight, eps, pdl=self.pdl)
 
     def project_heads(
         self,
-        x_NH: Tensor,
+        scaled: Scaled,
         layer: LayerWeights,
         angles: tuple[Tensor, Tensor],
         slots_N: Tensor,
         kv: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """rms_norm(x) -> rotated q [N, h, D]; k and v go to the caches' slots. One launch where heads are small."""
+        """Rotated q [N, h, D] of the rows' norm; k and v go to the caches' slots. Only where `takes_layer`."""
         from engine.kernels.head_gemm import head_gemm
 
-        N, H = x_NH.shape
-        cut = head_cut(K=H, head_dim=layer.head_dim)
-        if cut is not None:
-            q_NhD = x_NH.new_empty(N, layer.num_heads, layer.head_dim)
-            head_gemm(
-                x_NH,
-                layer.qkv,
-                angles,
-                slots_N,
-                kv,
-                q_NhD,
-                num_heads=layer.num_heads,
-                bias=layer.qkv_bias,
-                norm=(layer.input_norm, layer.eps),
-                head_norm=None if layer.qk_norm is None else (layer.qk_norm, layer.eps),
-                cut=cut,
-                pdl=self.pdl,
-            )
-            return q_NhD
-        norm = (layer.input_norm, layer.eps)
-        product = gemm_cut(rows=N, K=H, N=layer.qkv.shape[0], num_sms=self.num_sms)
-        if product is not None:
-            qkv = x_NH.new_empty(N, layer.qkv.shape[0])
-            self._product(x_NH, layer.qkv, qkv, product, bias=layer.qkv_bias, norm=norm)
-        else:
-            qkv = torch.nn.functional.linear(self.rms_norm(x_NH, *norm), layer.qkv, layer.qkv_bias)
-        return self.rotate_and_write(
-            qkv, angles, slots_N, kv, num_heads=layer.num_heads, norm_weight=layer.qk_norm, eps=layer.eps
+        N, H = scaled.x_MK.shape
+        q_NhD = scaled.x_MK.new_empty(N, layer.num_heads, layer.head_dim)
+        cut = head_cut(rows=N, K=H, head_dim=layer.head_dim)
+        assert cut is not None
+        head_gemm(
+            scaled,
+            layer.qkv,
+            angles,
+            slots_N,
+            kv,
+            q_NhD,
+            num_heads=layer.num_heads,
+            bias=layer.qkv_bias,
+            head_norm=None if layer.qk_norm is None else (layer.qk_norm, layer.eps),
+            cut=cut,
+            pdl=self.pdl,
         )
+        return q_NhD
 
-    def finish_layer(self, x_NH: Tensor, attended_NE: Tensor, layer: LayerWeights, out_NH: Tensor) -> None:
-        """out = y + mlp(post_norm(y)) with y = x + attended @ o.T: three launches. Only where `takes_layer`."""
+    def finish_layer(
+        self,
+        x_NH: Tensor,
+        attended_NE: Tensor,
+        layer: LayerWeights,
+        out_NH: Tensor,
+        next_norm: tuple[Tensor, float] | None,
+    ) -> Scaled | None:
+        """out = y + mlp(post_norm(y)) with y = x + attended @ o.T, and its Scaled rows for the next norm."""
         N, H = x_NH.shape
         y_NH = x_NH.new_empty(N, H)
-        cut = gemm_cut(rows=N, K=layer.o.shape[1], N=H, num_sms=self.num_sms)
-        assert cut is not None
-        self._product(attended_NE, layer.o, y_NH, cut, bias=layer.o_bias, residual_MN=x_NH)
-        mlp_size = layer.down.shape[1]
-        mixed = x_NH.new_empty(N, mlp_size)
-        cut = gemm_cut(rows=N, K=H, N=mlp_size, swiglu=True, num_sms=self.num_sms)
-        assert cut is not None
-        self._product(y_NH, layer.gate_up, mixed, cut, norm=(layer.post_norm, layer.eps), swiglu=True)
-        cut = gemm_cut(rows=N, K=mlp_size, N=H, num_sms=self.num_sms)
-        assert cut is not None
-        self._product(mixed, layer.down, out_NH, cut, residual_MN=y_NH)
+        post_norm = (layer.post_norm, layer.eps)
+        scaled = self._product(attended_NE, layer.o, y_NH, bias=layer.o_bias, residual_MN=x_NH, next_norm=post_norm)
+        assert scaled is not None
+        mixed = x_NH.new_empty(N, layer.down.shape[1])
+        self._product(scaled, layer.gate_up, mixed, swiglu=True)
+        return self._product(mixed, layer.down, out_NH, residual_MN=y_NH, next_norm=next_norm)
 
     def _product(
         self,
-        x: Tensor,
+        x: Tensor | Scaled,
         weight: Tensor,
         out: Tensor,
-        cut: GemmCut,
         *,
         bias: Tensor | None = None,
-        norm: tuple[Tensor, float] | None = None,
         swiglu: bool = False,
         residual_MN: Tensor | None = None,
-    ) -> None:
+        next_norm: tuple[Tensor, float] | None = None,
+    ) -> Scaled | None:
         from engine.kernels.row_gemm import row_gemm
 
-        row_gemm(
+        cut = gemm_cut(rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
+        assert cut is not None
+        return row_gemm(
             x,
             weight,
             out,
             cut=cut,
             workspace=self._workspace if cut.num_splits > 1 else None,
             bias=bias,
-            norm=norm,
             swiglu=swiglu,
             residual_MN=residual_MN,
+            next_norm=next_norm,
             pdl=self.pdl,
         )

@@ -4,6 +4,7 @@ Shapes: N rows, H hidden, h query heads, g KV heads (both local to the rank, pad
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,10 +88,9 @@ class DecoderLayer(nn.Module):
 
         out_NH: where the result goes, rows any stride apart; None makes a tensor.
         """
-        on_gpu = cuda_rows(x_NH)
-        if on_gpu is not None:
-            return self._forward_cuda(on_gpu, x_NH, (cos_N1D, sin_N1D), ctx, kv, out_NH)
-        kernels = row_kernels(x_NH.dtype) if self.suits_kernels and x_NH.device.type == "cpu" else None
+        kernels: RowKernels | CudaRows | None = cuda_rows(x_NH)
+        if kernels is None and self.suits_kernels and x_NH.device.type == "cpu":
+            kernels = row_kernels(x_NH.dtype)
         if kernels is not None:
             return self._forward_compiled(kernels, x_NH, (cos_N1D, sin_N1D), ctx, kv, out_NH)
         h, g, D = self.num_heads, self.num_kv_heads, self.head_dim
@@ -108,24 +108,6 @@ class DecoderLayer(nn.Module):
         gate_up = self.gate_up.forward(self.post_norm.forward(x_NH))
         mixed = F.silu(gate_up[:, : self.mlp_size]).mul_(gate_up[:, self.mlp_size :])
         return torch.add(x_NH, self.tp.all_reduce(self.down.forward(mixed)), out=out_NH)
-
-    def _forward_cuda(
-        self,
-        kernels: CudaRows,
-        x_NH: Tensor,
-        angles: tuple[Tensor, Tensor],
-        ctx: AttentionContext,
-        kv: tuple[Tensor, Tensor],
-        out_NH: Tensor | None,
-    ) -> Tensor:
-        """Few rows of an unsharded layer take the fused launches."""
-        weights = self.cuda_weights
-        if self.tp.size > 1 or not kernels.takes_layer(x_NH.shape[0], weights):
-            return self._forward_compiled(kernels, x_NH, angles, ctx, kv, out_NH)
-        q_NhD = kernels.project_heads(x_NH, weights, angles, ctx.slot_mapping_N, kv)
-        out_NH = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if out_NH is None else out_NH
-        kernels.finish_layer(x_NH, self.attention(q_NhD, *kv, ctx), weights, out_NH)
-        return out_NH
 
     @functools.cached_property
     def cuda_weights(self) -> LayerWeights:
@@ -172,3 +154,34 @@ class DecoderLayer(nn.Module):
         x_NH, normed_NH = kernels.add_rms_norm(x_NH, attended, post_weight, self.eps)
         mixed = kernels.silu_mul(project_up.forward(normed_NH))
         return torch.add(x_NH, self.tp.all_reduce(project_down.forward(mixed)), out=out_NH)
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    x_NH: Tensor,
+    angles: tuple[Tensor, Tensor],
+    ctx: AttentionContext,
+    kv: Sequence[tuple[Tensor, Tensor]],
+    outs: Sequence[Tensor | None],
+) -> Tensor:
+    """x through the layers, layer l's result in outs[l] where that is a tensor; the last result.
+
+    Few rows of an unsharded small model on CUDA go through the fused launches (`CudaRows.takes_layer`), in which a
+    layer leaves its rows ready for the next one's norm.
+    """
+    kernels, first = cuda_rows(x_NH), layers[0]
+    if kernels is None or first.tp.size > 1 or not kernels.takes_layer(x_NH.shape[0], first.cuda_weights):
+        for layer, layer_kv, out_NH in zip(layers, kv, outs, strict=True):
+            x_NH = layer.forward(x_NH, *angles, ctx, layer_kv, out_NH)
+        return x_NH
+    scaled = kernels.scale_rows(x_NH, first.cuda_weights.input_norm, first.eps)
+    following = [*[(layer.cuda_weights.input_norm, layer.eps) for layer in layers[1:]], None]
+    for layer, layer_kv, out_NH, next_norm in zip(layers, kv, outs, following, strict=True):
+        weights = layer.cuda_weights
+        assert scaled is not None
+        q_NhD = kernels.project_heads(scaled, weights, angles, ctx.slot_mapping_N, layer_kv)
+        attended_NE = layer.attention(q_NhD, *layer_kv, ctx)
+        new_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
+        scaled = kernels.finish_layer(x_NH, attended_NE, weights, new_NH, next_norm)
+        x_NH = new_NH
+    return x_NH

@@ -20,7 +20,7 @@ from engine.layers.cuda_rows import cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import RotaryTable, rotate
-from engine.models.decoder import DecoderLayer, LayerSpec
+from engine.models.decoder import DecoderLayer, LayerSpec, run_layers
 from engine.parallel.sharding import shard, shard_heads
 from engine.parallel.tp_group import TpGroup
 
@@ -70,9 +70,8 @@ class DFlashDrafter(nn.Module):
         self.fc = Linear(num_taps * self.tap_hidden_size, fc_rows, dtype=dtype, device=device)
         self.hidden_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
         self.rotary = RotaryTable(config.rope, head_dim=D, num_positions=num_positions, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(self.spec, tp=layer_tp, attention=attention) for _ in range(config.num_layers)
-        )
+        self._layers = [DecoderLayer(self.spec, tp=layer_tp, attention=attention) for _ in range(config.num_layers)]
+        self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
         # Copies of the layers' K and V rows, [k0 | v0 | k1 | v1 ..], so that the context takes one GEMM.
         self.context_kv = Linear(
@@ -154,7 +153,6 @@ class DFlashDrafter(nn.Module):
 
         The block's own K/V go to ctx.slot_mapping_N, past the context; the next step overwrites them.
         """
-        cos_N1D, sin_N1D = self.rotary.rows(positions_N)
-        for layer, layer_kv in zip(self.layers, kv.drafter_kv, strict=True):
-            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, ctx, layer_kv)
+        outs = [None] * len(self._layers)
+        x_NH = run_layers(self._layers, x_NH, self.rotary.rows(positions_N), ctx, kv.drafter_kv, outs)
         return self.norm.forward(x_NH)

@@ -16,7 +16,7 @@ from engine.config.model import TargetConfig
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm
 from engine.layers.rotary import RotaryTable
-from engine.models.decoder import DecoderLayer, LayerSpec
+from engine.models.decoder import DecoderLayer, LayerSpec, run_layers
 from engine.parallel.sharding import shard, shard_heads
 from engine.parallel.tp_group import TpGroup
 
@@ -68,7 +68,8 @@ class TargetModel(nn.Module):
         self.rotary = RotaryTable(
             config.rope, head_dim=config.head_dim, num_positions=num_positions, dtype=dtype, device=device
         )
-        self.layers = nn.ModuleList(DecoderLayer(spec, tp=tp, attention=attention) for _ in range(config.num_layers))
+        self._layers = [DecoderLayer(spec, tp=tp, attention=attention) for _ in range(config.num_layers)]
+        self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
         head_rows = 0 if config.tie_word_embeddings else self.vocab.size
         self.head = Linear(H, head_rows, dtype=dtype, device=device, out_dtype=torch.float32)
@@ -95,13 +96,12 @@ class TargetModel(nn.Module):
             `transformers` calls hidden_states[tap_layers[j] + 1] (for all but the last layer).
         """
         x_NH = self.embed(ids_N)
-        cos_N1D, sin_N1D = self.rotary.rows(positions_N)
         taps_NTH = x_NH.new_empty(x_NH.shape[0], len(tap_layers), x_NH.shape[1]) if tap_layers else None
-        for index, (layer, layer_kv) in enumerate(zip(self.layers, kv.target_kv, strict=True)):
-            out_NH = None
-            if taps_NTH is not None and index in tap_layers:
-                out_NH = taps_NTH[:, tap_layers.index(index)]
-            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, ctx, layer_kv, out_NH)
+        outs: list[Tensor | None] = [None] * len(self._layers)
+        if taps_NTH is not None:
+            for tap, index in enumerate(tap_layers):
+                outs[index] = taps_NTH[:, tap]
+        x_NH = run_layers(self._layers, x_NH, self.rotary.rows(positions_N), ctx, kv.target_kv, outs)
         return TargetOutput(hidden_NH=self.norm.forward(x_NH), taps_NTH=taps_NTH)
 
     def add_draft_head(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from engine.attention.context import AttentionContext, AttentionGroup
 from engine.config.engine import EngineConfig
+from engine.kernels.row_state import TargetRows
 from engine.layers.upload import upload
 from engine.runner.slots import SlotState
 from engine.step import PrefillChunk
@@ -17,13 +18,17 @@ from engine.step import PrefillChunk
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBlock:
-    """The decode rows of a step before T. drafts_RK and k_R are what D verifies; column j >= 1 holds draft j."""
+    """The decode rows of a step before T. drafts_RK and k_R are what D verifies; column j >= 1 holds draft j.
+
+    fused: where the rows were made by `engine.runner.fused_rows`, what it goes on with.
+    """
 
     slots_R: torch.Tensor
     drafts_RK: torch.Tensor
     k_R: torch.Tensor
     committed_R: torch.Tensor
     finished_R: torch.Tensor
+    fused: TargetRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

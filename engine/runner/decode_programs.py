@@ -24,6 +24,7 @@ from engine.attention.context import AttentionContext
 from engine.config.engine import EngineConfig
 from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder, decode_block
 from engine.runner.draft_program import DecideAndDraft, SamplingNeeds
+from engine.runner.fused_rows import FusedRows
 from engine.runner.recorder import Program, Recorder
 from engine.runner.results import NUM_COUNTS, pack
 from engine.runner.slots import SlotState, SlotTraits
@@ -93,8 +94,11 @@ class _DecodePair:
     def _target(self) -> None:
         owner, state = self._owner, self._owner.state
         state.block_table.view(-1).index_copy_(0, self._entries_U, self._block_ids_U)
-        self._decode = decode_block(state, self._slots_R, self._width, limit_1=self._limit_1)
-        inputs = owner.builder.target_inputs(self._decode, ())
+        if owner.fused is not None:
+            self._decode, inputs = owner.fused.target_inputs(self._slots_R, self._width, self._limit_1)
+        else:
+            self._decode = decode_block(state, self._slots_R, self._width, limit_1=self._limit_1)
+            inputs = owner.builder.target_inputs(self._decode, ())
         self._step = owner.target_program.run(inputs, self._num_rows * (self._width + 1), ())
 
     def _draft_program(self, variant: Variant) -> Program:
@@ -104,7 +108,7 @@ class _DecodePair:
             decision = owner.draft_program.decide(self._step, self._decode, (), self._width, variant.value)
             assert decision is not None
             owner.draft_program.write_context(self._step, decision, self._num_rows, self._width)
-            owner.draft_program.draft(decision.slots_S, self._width)
+            owner.draft_program.draft_after(decision, self._width)
             owner.packed(self._num_rows, self._width).copy_(pack(decision))
 
         return run
@@ -150,12 +154,14 @@ class DecodePrograms:
         builder: InputBuilder,
         target_program: TargetProgram,
         draft_program: DecideAndDraft,
+        fused: FusedRows | None,
         recorder: Recorder,
         device: torch.device,
         only_pairs: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.state, self.builder = state, builder
         self.target_program, self.draft_program = target_program, draft_program
+        self.fused = fused
         largest = config.max_num_seqs
         self.upload = UploadRing(1 + largest + 2 * num_table_entries(largest), device)
         columns = NUM_COUNTS + config.max_draft_len + 1
@@ -248,5 +254,6 @@ def _borrowed(step: TargetStep, decode: DecodeBlock, recorder: Recorder) -> tupl
             k_R=borrow(decode.k_R),
             committed_R=borrow(decode.committed_R),
             finished_R=borrow(decode.finished_R),
+            fused=None,
         ),
     )

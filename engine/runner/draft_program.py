@@ -11,11 +11,13 @@ import torch
 
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.engine import EngineConfig
+from engine.kernels.row_state import Commit, TargetRows
 from engine.layers.upload import upload
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
-from engine.runner.batch import DecodeBlock, InputBuilder
+from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder
+from engine.runner.fused_rows import FusedRows
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
 from engine.sampling.filters import FilterFlags
@@ -48,6 +50,7 @@ class Decision:
     """What a step decided, rows in plan order: R decode rows, then F prompts that ended.
 
     tokens_SE: the target's tokens, [R+F, K+1]; the first num_emitted of each row count.
+    fused: of decode rows that were decided by `engine.runner.fused_rows`, what the rest of D goes on with.
     """
 
     slots_S: torch.Tensor
@@ -56,6 +59,7 @@ class Decision:
     num_accepted_S: torch.Tensor
     num_drafted_S: torch.Tensor
     finish_S: torch.Tensor
+    fused: Commit | None = None
 
 
 class DecideAndDraft:
@@ -71,8 +75,10 @@ class DecideAndDraft:
         state: SlotState,
         builder: InputBuilder,
         tp: TpGroup,
+        fused: FusedRows | None = None,
     ) -> None:
         self._config = config
+        self._fused = fused
         self._target = target
         self._drafter = drafter
         self._kv = kv
@@ -104,6 +110,8 @@ class DecideAndDraft:
         slots_S, committed_S = rows.slots_R, rows.committed_R
         num_decode = slots_S.shape[0] - len(ends)
         drawn_M, peak_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width, needs)
+        if self._fused is not None and rows.fused is not None:
+            return self._decide_fused(self._fused, rows, rows.fused, drawn_M, peak_M, verify_len)
         valid_M = peak_M < torch.inf  # also False for NaN; -inf is what padded ids hold
         tokens_SE = _rows_of(drawn_M.masked_fill(~valid_M, 0), num_decode, width, len(ends))
         verdict = verify(
@@ -131,6 +139,27 @@ class DecideAndDraft:
             finish_S=verdict.finish_R,
         )
 
+    def _decide_fused(
+        self,
+        fused: FusedRows,
+        decode: DecodeBlock,
+        rows: TargetRows,
+        drawn_M: torch.Tensor,
+        peak_M: torch.Tensor,
+        verify_len: int,
+    ) -> Decision:
+        synthetic_R = self._synthetic(decode.slots_R, decode.committed_R)
+        made = fused.commit(decode.slots_R, rows, drawn_M, peak_M, verify_len, synthetic_R)
+        return Decision(
+            slots_S=decode.slots_R,
+            tokens_SE=made.tokens_RQ,
+            num_emitted_S=made.emitted_R,
+            num_accepted_S=made.accepted_R,
+            num_drafted_S=decode.k_R,
+            finish_S=made.finish_R,
+            fused=made,
+        )
+
     def _synthetic(self, slots_S: torch.Tensor, committed_S: torch.Tensor) -> torch.Tensor | None:
         length = self._config.synthetic_acceptance_length
         return None if length is None else synthetic_accepted(length, self._state.seed[slots_S], committed_S)
@@ -140,6 +169,10 @@ class DecideAndDraft:
         if self._drafter is None:
             return
         assert step.taps_NTH is not None, "the target kept no taps"
+        if decision is not None and decision.fused is not None:
+            made, features_NH = decision.fused, self._drafter.context_features(step.taps_NTH)
+            self._drafter.write_context(features_NH, made.context_positions_N, made.context_slots_N, self._kv)
+            return
         slot_mapping_N = step.inputs.context.slot_mapping_N
         if num_decode:
             assert decision is not None
@@ -155,6 +188,15 @@ class DecideAndDraft:
         context_NH = self._drafter.context_features(step.taps_NTH)
         self._drafter.write_context(context_NH, positions_N.clamp(max=limit - 1), slot_mapping_N, self._kv)
 
+    def draft_after(self, decision: Decision, draft_len: int) -> None:
+        """`draft` for the rows of a decision, from what it left where it was fused."""
+        if self._fused is None or decision.fused is None or self._drafter is None or draft_len == 0:
+            self.draft(decision.slots_S, draft_len)
+            return
+        inputs = self._fused.draft_inputs(decision.slots_S, decision.fused)
+        drafts_SK = self._drafts(inputs, decision.slots_S.shape[0], draft_len)
+        self._fused.store_drafts(decision.slots_S, drafts_SK, decision.fused)
+
     def draft(self, slots_S: torch.Tensor, draft_len: int) -> None:
         """One parallel pass of the drafter; the head runs on the first draft_len mask rows; drafts are greedy."""
         state = self._state
@@ -167,14 +209,19 @@ class DecideAndDraft:
         inputs = self._builder.draft_inputs(
             slots_S, state.last_token[slots_S], live_S, width, config.mask_token_id, config.max_position_embeddings
         )
+        state.draft_tokens[slots_S, :draft_len] = self._drafts(inputs, slots_S.shape[0], draft_len)
+        state.draft_count[slots_S] = torch.where(live_S, draft_len, 0)
+
+    def _drafts(self, inputs: ForwardInputs, num_rows: int, draft_len: int) -> torch.Tensor:
+        """[rows, draft_len] of the block rows."""
+        assert self._drafter is not None
+        width = self._drafter.config.block_size
         block_NH = self._target.embed(inputs.ids_N)
         hidden_NH = self._drafter(block_NH, inputs.positions_N, inputs.context, self._kv)
-        num_rows = slots_S.shape[0]
         masks_MH = hidden_NH.view(num_rows, width, -1)[:, 1 : draft_len + 1].reshape(num_rows * draft_len, -1)
         logits_MV = self._target.draft_logits(masks_MH)
         drafts_M = greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
-        state.draft_tokens[slots_S, :draft_len] = drafts_M.view(num_rows, draft_len)
-        state.draft_count[slots_S] = torch.where(live_S, draft_len, 0)
+        return drafts_M.view(num_rows, draft_len)
 
     def _sample(
         self,

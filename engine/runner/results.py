@@ -124,6 +124,8 @@ class ResultRing:
 
 def pack(decision: Decision) -> torch.Tensor:
     """int32 [S, NUM_COUNTS + E]: emitted, accepted, drafted, finish, then the tokens of each row."""
+    if decision.fused is not None:
+        return decision.fused.packed
     counts_S4 = torch.stack(
         [decision.num_emitted_S, decision.num_accepted_S, decision.num_drafted_S, decision.finish_S], dim=1
     )

@@ -19,6 +19,7 @@ from engine.runner.agreement import RankAgreement
 from engine.runner.batch import DecodeBlock, InputBuilder, decode_block
 from engine.runner.decode_programs import DecodePrograms
 from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
+from engine.runner.fused_rows import FusedRows
 from engine.runner.prompt_programs import PromptPrograms
 from engine.runner.prompt_scores import ChunkScores, score_prompts
 from engine.runner.recorder import GraphRecorder, Repeater
@@ -87,6 +88,7 @@ class ModelRunner:
         self._target = target
         self._builder = InputBuilder(config, self.state, device)
         self._fixed_builder = InputBuilder(config, self.state, device, fixed_shapes=True)
+        self._fused = FusedRows.create(config, self.state, self._fixed_builder, device) if fixed_shapes else None
         taps = config.drafter.target_layer_ids if config.drafter is not None else ()
         self._target_program = TargetProgram(target, kv, taps)
         self._draft_program = DecideAndDraft(
@@ -97,6 +99,7 @@ class ModelRunner:
             state=self.state,
             builder=self._fixed_builder if fixed_shapes else self._builder,
             tp=tp,
+            fused=self._fused,
         )
         self._logits_stage = LogitsStage(
             num_slots=config.max_num_seqs + 1,
@@ -123,6 +126,7 @@ class ModelRunner:
             builder=self._fixed_builder,
             target_program=self._target_program,
             draft_program=self._draft_program,
+            fused=self._fused,
             recorder=recorder,
             device=self._device,
             only_pairs=only_pairs,
@@ -244,7 +248,7 @@ class ModelRunner:
             return []
         assert step.logits_MV is not None
         self._logits_stage.commit(decision.slots_S, decision.tokens_SE, decision.num_emitted_S, inits)
-        self._draft_program.draft(decision.slots_S, plan.draft_len)
+        self._draft_program.draft_after(decision, plan.draft_len)
         drafts = self._report_drafts(plan, decision.slots_S, entry) if plan.report_drafts else None
         # Here and not in `collect`: it may gather over the ranks, and collectives follow the launch order.
         logprobs = LogprobRows.of(decision, inits, step.logits_MV, num_decode, self.tp)

@@ -7,7 +7,7 @@ import torch
 
 from engine.attention import flash
 from engine.attention.context import AttentionContext
-from engine.attention.cuda_choice import DecodeCut, decode_cut, prefers_flash, ragged_cut
+from engine.attention.cuda_choice import DecodeCut, decode_cut, ragged_cut
 from engine.attention.cuda_paged import cuda_paged_attention
 from engine.attention.reference import paged_attention
 from tests.gpu.attention_cases import Problem
@@ -79,7 +79,14 @@ def test_flash_attention_is_captured_and_right(causal: bool, block_size: int) ->
 @pytest.mark.parametrize("sequences", [1, 8, 128])
 @pytest.mark.parametrize("queries", [1, 8, 16])
 def test_a_cut_depends_on_shapes_alone_and_covers_them(max_kv_len: int, sequences: int, queries: int) -> None:
-    shape = {"sequences": sequences, "queries": queries, "group": 4, "kv_heads": 8, "max_kv_len": max_kv_len}
+    shape = {
+        "sequences": sequences,
+        "queries": queries,
+        "group": 4,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "max_kv_len": max_kv_len,
+    }
     cut = decode_cut(**shape, num_sms=132)
     assert cut == decode_cut(**shape, num_sms=132)
     assert isinstance(cut, DecodeCut) and 1 <= cut.num_splits <= -(-max_kv_len // cut.positions)
@@ -87,9 +94,7 @@ def test_a_cut_depends_on_shapes_alone_and_covers_them(max_kv_len: int, sequence
 
 
 def test_one_request_is_split_and_many_are_not() -> None:
-    one = decode_cut(sequences=1, queries=16, group=4, kv_heads=8, max_kv_len=4096, num_sms=132)
-    many = decode_cut(sequences=64, queries=16, group=4, kv_heads=8, max_kv_len=4096, num_sms=132)
+    one = decode_cut(sequences=1, queries=16, group=4, kv_heads=8, head_dim=128, max_kv_len=4096, num_sms=132)
+    many = decode_cut(sequences=64, queries=16, group=4, kv_heads=8, head_dim=128, max_kv_len=4096, num_sms=132)
     assert one.num_splits > 8 and many.num_splits == 1
-    assert not prefers_flash(sequences=1, queries=16, kv_heads=8, num_sms=132)
-    assert prefers_flash(sequences=64, queries=16, kv_heads=8, num_sms=132)
     assert ragged_cut(rows=64, group=3, kv_heads=3, num_sms=132).rows < 128

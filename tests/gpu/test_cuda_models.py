@@ -20,7 +20,7 @@ KINDS = [("llama", 32), ("qwen2", 32), ("qwen3", 32), ("qwen3", 16)]
 
 
 def _checkpoints(directory: Path, kind: str, head_dim: int) -> tuple[Path, Path]:
-    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 4}
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96, "num_hidden_layers": 4}
     if kind != "qwen2":
         shape["head_dim"] = head_dim
     else:
@@ -71,18 +71,23 @@ def test_models(
     target_dir, drafter_dir = _checkpoints(tmp_path, kind, head_dim)
     settings = {"block_size": 16, "num_blocks": 31}
     want = _outputs(PagedModels.load(engine_config(target_dir, drafter_dir, **settings), num_seqs=3), rows)
-    if device == "cpu":
+    rough = want
+    if device == "cuda":
+        narrow = engine_config(target_dir, drafter_dir, **settings, dtype="bfloat16")
+        rough = _outputs(PagedModels.load(narrow, num_seqs=3), rows)
+    else:
         monkeypatch.setattr(linear, "unavailable_reason", lambda: "weights stay as they are")
     if not few:
-        monkeypatch.setattr(cuda_rows_module, "MAX_ROWS", 0)
         monkeypatch.setattr(cuda_rows_module, "gemm_cut", lambda **shape: None)
         monkeypatch.setattr(cuda_rows_module, "head_cut", lambda **shape: None)
-    for dtype, tolerance in (("float32", 2e-4), ("bfloat16", 5e-2)):
+    for dtype in ("float32", "bfloat16"):
         config = engine_config(target_dir, drafter_dir, **settings, device=device, dtype=dtype)
         models = PagedModels.load(config, num_seqs=3)
         if device == "cpu":
             _interpret(models, monkeypatch)
-        for got, exact in zip(_outputs(models, rows), want, strict=True):
-            assert (got - exact).norm() <= tolerance * exact.norm()
+        for index, (got, exact) in enumerate(zip(_outputs(models, rows), want, strict=True)):
+            # In bfloat16 the CPU's torch path says how far rounding alone leads.
+            bound = 2e-4 * exact.norm() if dtype == "float32" else 1.5 * (rough[index] - exact).norm()
+            assert (got - exact).norm() <= bound
         if device == "cpu":
             break  # the interpreter's dot does not know bfloat16

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.kernels.head_gemm import head_gemm
 from engine.kernels.row_gemm import GemmWorkspace, row_gemm
-from engine.kernels.row_ops import add_rms_norm, rms_norm, rotate_and_write, silu_mul
+from engine.kernels.row_ops import add_rms_norm, rms_norm, rotate_and_write, scale_rows, silu_mul
 from engine.kernels.shard_argmax import shard_argmax
 
 # A sum in another order may turn one rounding of the result, or of a number that goes into it.
@@ -67,18 +67,19 @@ def test_silu_mul(case: tuple[int, int], device: str) -> None:
 GEMM_TOYS = [
     {"M": 3, "K": 40, "N": 24, "norm": True, "bias": True},
     {"M": 17, "K": 72, "N": 24, "norm": True, "swiglu": True},
-    {"M": 2, "K": 100, "N": 40, "residual": True, "splits": 3, "bias": True},
+    {"M": 2, "K": 100, "N": 40, "residual": True, "splits": 3, "bias": True, "next": True},
+    {"M": 3, "K": 40, "N": 24, "residual": True, "next": True},
 ]
 GEMMS = [
     *GEMM_TOYS,
     *[
         {"M": M, **shape}
-        for M in (1, 16, 33, 64)
+        for M in (1, 16, 33, 64, 200)
         for shape in (
             {"K": 576, "N": 960, "norm": True, "bias": True},
-            {"K": 576, "N": 576, "residual": True},
+            {"K": 576, "N": 576, "residual": True, "next": True},
             {"K": 576, "N": 1536, "norm": True, "swiglu": True},
-            {"K": 1536, "N": 576, "residual": True, "splits": 3},
+            {"K": 1536, "N": 576, "residual": True, "splits": 3, "next": True},
             {"K": 576, "N": 4100, "float32": True},
             {"K": 4096, "N": 1024, "norm": True, "splits": 4},
             {"K": 4096, "N": 512, "swiglu": True},
@@ -100,6 +101,7 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
         weight = _random((2 if swiglu else 1) * N, K, dtype=dtype, device=device, seed=1, scale=K**-0.5)
         bias = _random(N, dtype=dtype, device=device, seed=2) if case.get("bias") else None
         norm = _random(K, dtype=dtype, device=device, seed=3) if case.get("norm") else None
+        next_norm = _random(N, dtype=dtype, device=device, seed=5) if case.get("next") else None
         residual = _random(M, N + 8, dtype=dtype, device=device, seed=4)[:, :N] if case.get("residual") else None
         out_dtype = torch.float32 if case.get("float32") else dtype
         want = _product(x if norm is None else _normed(x, norm, 1e-5), weight, bias)
@@ -113,18 +115,24 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
         results = []
         for _ in range(2):  # the second finds the counters as the first left them
             out = torch.full((M, N + 8), float("nan"), dtype=out_dtype, device=device)[:, :N]
-            row_gemm(
-                x,
+            made = row_gemm(
+                x if norm is None else scale_rows(x, norm, 1e-5),
                 weight,
                 out,
                 cut=cut,
                 workspace=workspace,
                 bias=bias,
-                norm=None if norm is None else (norm, 1e-5),
                 swiglu=swiglu,
                 residual_MN=residual,
+                next_norm=None if next_norm is None else (next_norm, 1e-5),
                 pdl=pdl,
             )
+            if next_norm is None:
+                assert made is None
+            else:
+                assert made is not None
+                _close(made.x_MK, out * next_norm, dtype)
+                _close(made.squares_MP.sum(1), out.float().pow(2).sum(1), torch.float32, 10)
             _close(out, want, dtype, 1e-1 if case.get("float32") and dtype != torch.float32 else 1.0)
             results.append(out)
         assert torch.equal(*results)
@@ -214,7 +222,7 @@ def test_head_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
             q = torch.full((case["N"], max(case["h"], 1), case["D"]), float("nan"), dtype=dtype, device=device)
             stack = parts["stack"].clone()
             head_gemm(
-                x,
+                scale_rows(x, norm, 1e-5),
                 weight,
                 parts["angles"],
                 parts["slots"],
@@ -223,7 +231,6 @@ def test_head_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
                 num_heads=case["h"],
                 num_layers=L,
                 bias=bias,
-                norm=(norm, 1e-5),
                 head_norm=None if parts["head_norm"] is None else (parts["head_norm"], 1e-6),
                 cut=HeadCut(inputs=32 if device == "cpu" else 64),
                 pdl=pdl,

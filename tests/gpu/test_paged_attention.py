@@ -51,7 +51,7 @@ def _check(
     units = len(problem.q_lens) * problem.g * row_tiles(problem.q_lens[0], problem.h // problem.g, cut.rows)
     workspace = Workspace.create(units, cut, problem.D, q.device) if cut.num_splits > 1 else None
     expected = problem.expected(q, k, v, window=options.window, soft_cap=options.soft_cap, sink_h=options.sink_h)
-    for _ in range(2):  # the second call finds the counters as the first left them
+    for _ in range(2):  # the second call finds the first one's workspace
         out.fill_(float("nan"))
         decode_attention(
             q,
@@ -68,8 +68,6 @@ def _check(
             options=options,
         )
         torch.testing.assert_close(out.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    if workspace is not None:
-        assert not workspace.count.any()
 
 
 @pytest.mark.parametrize(("case", "device"), places(CASES, TOYS))

@@ -1,0 +1,165 @@
+"""T's inputs of decode rows in one launch, and the new drafts' way into the slots in another.
+
+Each row is one program, its columns one vector. What is computed is told by the torch forms in
+`engine.runner.batch` and `engine.runner.draft_program`. Shapes as in `engine.kernels.row_state`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.device_ops import begin
+from engine.kernels.row_state import Slots, TargetRows
+
+
+@triton.jit
+def cache_slot(table_ptr, position, inside, BLOCK_SIZE: tl.constexpr):
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=inside, other=0)
+    return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit(do_not_specialize=["K"])
+def _target_rows_kernel(
+    slot_ptr,
+    limit_ptr,
+    committed_ptr,
+    last_ptr,
+    draft_ptr,
+    draft_count_ptr,
+    finished_ptr,
+    max_len_ptr,
+    table_ptr,
+    drafts_out_ptr,
+    k_out_ptr,
+    committed_out_ptr,
+    finished_out_ptr,
+    kv_len_out_ptr,
+    id_out_ptr,
+    position_out_ptr,
+    cache_out_ptr,
+    K,
+    draft_stride,
+    max_len_stride,
+    table_stride,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row)
+    committed = tl.load(committed_ptr + slot)
+    last = tl.load(last_ptr + slot)
+    finished = tl.load(finished_ptr + slot) != 0
+    k = tl.minimum(tl.load(draft_count_ptr + slot), tl.load(max_len_ptr + slot * max_len_stride) - 2 - committed)
+    k = tl.minimum(tl.minimum(tl.maximum(k, 0), K), tl.load(limit_ptr))
+    k = tl.where(finished, 0, k)
+    tl.store(k_out_ptr + row, k)
+    tl.store(committed_out_ptr + row, committed)
+    tl.store(finished_out_ptr + row, finished)
+    tl.store(kv_len_out_ptr + row, committed + k + 1)
+    c = tl.arange(0, COLUMNS)
+    draft = tl.load(draft_ptr + slot * draft_stride + c, mask=c < K, other=0)
+    tl.store(drafts_out_ptr + row * K + c, draft, mask=c < K)
+    # Column 0 is the last token, column c its draft c - 1, columns past k the last token again, written nowhere.
+    shifted = tl.load(draft_ptr + slot * draft_stride + c - 1, mask=(c > 0) & (c <= k), other=0)
+    token = tl.where((c == 0) | (c > k), last, shifted)
+    position = committed + tl.minimum(c, k)
+    inside = c <= K
+    cache = cache_slot(table_ptr + slot * table_stride, position, inside, BLOCK_SIZE)
+    cache = tl.where((c > k) | finished, 0, cache)
+    at = row * (K + 1) + c
+    tl.store(id_out_ptr + at, token, mask=inside)
+    tl.store(position_out_ptr + at, position, mask=inside)
+    tl.store(cache_out_ptr + at, cache, mask=inside)
+
+
+@triton.jit(do_not_specialize=["K"])
+def _store_drafts_kernel(
+    slot_ptr,
+    drafts_ptr,
+    live_ptr,
+    draft_ptr,
+    draft_count_ptr,
+    K,
+    draft_stride,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row)
+    c = tl.arange(0, COLUMNS)
+    drafts = tl.load(drafts_ptr + row * K + c, mask=c < K, other=0)
+    tl.store(draft_ptr + slot * draft_stride + c, drafts, mask=c < K)
+    tl.store(draft_count_ptr + slot, tl.where(tl.load(live_ptr + row) != 0, K, 0))
+
+
+def target_rows(
+    slots: Slots, slots_R: Tensor, limit_1: Tensor, *, width: int, block_size: int, pdl: bool = False
+) -> TargetRows:
+    """T's inputs of decode rows at a program width of `width` drafts."""
+    R, device = slots_R.shape[0], slots_R.device
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=device)
+
+    rows = TargetRows(
+        drafts_RK=integers(R, width),
+        k_R=integers(R),
+        committed_R=integers(R),
+        finished_R=torch.empty(R, dtype=torch.bool, device=device),
+        kv_len_R=integers(R),
+        ids_N=integers(R * (width + 1)),
+        positions_N=integers(R * (width + 1)),
+        cache_N=integers(R * (width + 1)),
+    )
+    _target_rows_kernel[(R,)](
+        slots_R,
+        limit_1,
+        slots.committed_len,
+        slots.last_token,
+        slots.draft_tokens,
+        slots.draft_count,
+        slots.finished,
+        slots.max_len,
+        slots.block_table,
+        rows.drafts_RK,
+        rows.k_R,
+        rows.committed_R,
+        rows.finished_R,
+        rows.kv_len_R,
+        rows.ids_N,
+        rows.positions_N,
+        rows.cache_N,
+        width,
+        slots.draft_tokens.stride(0),
+        slots.max_len.stride(0),
+        slots.block_table.stride(0),
+        COLUMNS=triton.next_power_of_2(width + 1),
+        BLOCK_SIZE=block_size,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+    return rows
+
+
+def store_drafts(slots: Slots, slots_R: Tensor, drafts_RK: Tensor, live_R: Tensor, *, pdl: bool = False) -> None:
+    """Puts the drafts into the slots; rows that are not live get none."""
+    R, width = drafts_RK.shape
+    assert drafts_RK.is_contiguous()
+    _store_drafts_kernel[(R,)](
+        slots_R,
+        drafts_RK,
+        live_R,
+        slots.draft_tokens,
+        slots.draft_count,
+        width,
+        slots.draft_tokens.stride(0),
+        COLUMNS=triton.next_power_of_2(width),
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
