@@ -1,4 +1,5 @@
-"""The `dflash` command: `serve`, `chat`, `bench`, `status`, `schedule`, `config`, `train`, `eval-drafter`."""
+"""The `dflash` command: `serve`, `chat`, `bench`, `status`, `schedule`, `config`, `simulate`, `train`,
+`eval-drafter`."""
 
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from cluster.cli.config_command import config
 from cluster.cli.console import stdout
 from cluster.cli.operate import schedule, status
 from cluster.cli.serve import serve
+from cluster.cli.simulate import simulate
 from cluster.cli.train import eval_drafter, train
 from cluster.version import DISTRIBUTION, version
 
@@ -43,6 +45,7 @@ app.command()(bench)
 app.command()(status)
 app.add_typer(schedule, name="schedule")
 app.add_typer(config, name="config")
+app.command()(simulate)
 app.command()(train)
 app.command("eval-drafter")(eval_drafter)
 

@@ -18,6 +18,11 @@ class ReplicaCounts:
         self.sequence = sequence
         self._cells = {(cell.batch_bucket, cell.draft_len): cell for cell in cells}
 
+    @property
+    def cells(self) -> tuple[CellCounts, ...]:
+        """The counters accepted last, by cell."""
+        return tuple(self._cells.values())
+
     def absorb(self, *, incarnation: int, sequence: int, cells: Sequence[CellCounts]) -> list[CellCounts]:
         """What happened since the last accepted report, by cell; nothing for a repeated or late one.
 
