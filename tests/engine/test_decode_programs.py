@@ -94,10 +94,9 @@ def drive(llm: LLM, seed: int) -> dict[str, tuple]:
 @pytest.mark.parametrize(
     ("seed", "options"),
     [
-        (1, {"pipeline_depth": 0}),
+        (1, {"pipeline_depth": 0, "debug_checks": True}),
         (2, {"pipeline_depth": 1}),
         (3, {"pipeline_depth": 1, "max_num_batched_tokens": 24, "num_blocks": 30}),
-        (4, {"pipeline_depth": 0, "max_num_seqs": 3, "debug_checks": True}),
     ],
 )
 def test_random_schedules(models, seed, options):
@@ -185,18 +184,18 @@ def test_chunk_sizes_end_at_the_longest():
 def test_a_prompt_in_pieces_of_every_size_and_many_at_once(models):
     """Chunks in the middle leave K/V and context behind; more than a few prompts share a ragged forward."""
     generator = torch.Generator().manual_seed(4)
-    long = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (120, 1, 97)]
+    long = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (80, 1, 61)]
     many = [torch.randint(0, 256, (3 + n,), generator=generator).tolist() for n in range(9)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     found = []
     for decode_programs in ("eager", "repeated"):
-        for chunk in (17, 70, 160):
-            options = dict(max_num_seqs=9, max_num_batched_tokens=chunk, max_model_len=160, num_blocks=260)
+        for chunk in (17, 70):
+            options = dict(max_num_seqs=9, max_num_batched_tokens=chunk, max_model_len=110, num_blocks=200)
             with build(models, decode_programs, **options) as llm:
                 found.append([o.outputs[0].token_ids for texts in (long, many) for o in llm.generate(texts, params)])
                 found[-1].append(llm.core.counters().num_accepted_tokens)
-    assert found[0][:-1] == found[1][:-1] == found[2][:-1]
-    assert found[3:] == found[:3], "with equal chunks even the accepted drafts are equal"
+    assert found[0][:-1] == found[1][:-1]
+    assert found[2:] == found[:2], "with equal chunks even the accepted drafts are equal"
 
 
 def test_the_variant_holds_what_any_row_needs():

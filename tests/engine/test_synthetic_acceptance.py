@@ -28,11 +28,11 @@ def test_an_engine_emits_that_many_tokens_a_step(tmp_path, decode_programs):
     options = dict(dtype="float32", max_model_len=320, max_num_seqs=2, block_size=8, num_blocks=90, threads=1)
     options |= dict(decode_programs=decode_programs, synthetic_acceptance_length=4.5)
     with LLM(str(target), speculative_config=spec, **options) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True, seed=3)
+        params = SamplingParams(temperature=0.0, max_tokens=110, ignore_eos=True, seed=3)
         outputs = llm.generate([[5, 6, 7]], params)
-        assert len(outputs[0].outputs[0].token_ids) == 180
+        assert len(outputs[0].outputs[0].token_ids) == 110
         counters = llm.core.counters()
-        assert 1 + counters.num_accepted_tokens / counters.num_drafts == pytest.approx(4.5, abs=0.35)
+        assert 1 + counters.num_accepted_tokens / counters.num_drafts == pytest.approx(4.5, abs=0.45)
         llm.generate([[5, 6, 7], [8, 9]], params)  # three drafts are all that a row of two has
         cells = {cell.draft_len: cell for cell in llm.core.counters().cells}
         assert cells[3].accepted == cells[3].at_risk
