@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 from command_line import command_line
-from gpu_lab import save, versions
+from gpu_lab import save, show_progress, versions
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--programs", default=None, choices=("graphs", "repeated", "eager"))
     args = parser.parse_args()
+    show_progress()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     model = fetch(args.smollm2)
@@ -252,8 +254,10 @@ def main() -> None:
     record: dict[str, Any] = {"command": command_line(), "versions": versions(), "ok": True, "results": []}
 
     def add(kind: str, check: Callable[[], dict]) -> None:
+        started = time.perf_counter()
         try:
             row = {"check": kind, **check()}
+            row["seconds"] = round(time.perf_counter() - started, 1)
         except Exception as error:  # the other checks still say what they have to say
             traceback.print_exc()
             row = {"check": kind, "error": f"{type(error).__name__}: {error}"[:500], "ok": False}

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from command_line import command_line
-from gpu_lab import Lab, dummy_config, read_bandwidth, save, versions, weight_bytes, write_qwen3_8b
+from gpu_lab import Lab, dummy_config, read_bandwidth, save, show_progress, versions, weight_bytes, write_qwen3_8b
 
 from engine.config.decoding import DFlashDecodingConfig
 from engine.config.engine import EngineConfig
@@ -124,6 +124,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    show_progress()
     cuda = args.device == "cuda"
     with tempfile.TemporaryDirectory() as scratch:
         config = smol_config(args) if args.model == "smol" else q8_config(args, Path(scratch))

@@ -1,10 +1,13 @@
 """What the GPU benchmarks share: model shapes without weights, an engine driven directly, its measurements."""
 
+import faulthandler
 import gc
 import importlib.metadata
 import json
+import logging
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -317,6 +320,12 @@ def versions() -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name(0)
         found["cuda"] = torch.version.cuda
     return found
+
+
+def show_progress() -> None:
+    """Log lines with times, and every thread's stack whenever two more minutes have passed."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stdout)
+    faulthandler.dump_traceback_later(120, repeat=True)
 
 
 def save(path: Path, record: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from command_line import command_line
 from gpu_engine import q8_config, smol_config
-from gpu_lab import Lab, save, versions
+from gpu_lab import Lab, save, show_progress, versions
 
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
     parser.add_argument("--limit-s", type=float, default=400.0)
     args = parser.parse_args()
+    show_progress()
     at_once, args.concurrency = args.concurrency, [args.concurrency]
     args.batched_tokens, args.dtype, args.acceptance_length = 4096, "bfloat16", 6.5
     args.prompt_tokens, args.tokens = args.max_model_len // 3, args.max_model_len // 3

@@ -4,6 +4,7 @@ Rank 0's owner drives `runner` with an `EngineCore`; every other rank follows th
 module (`python -m engine.rank`) it is a follower process: a pickled `FollowerSpec` arrives on standard input.
 """
 
+import logging
 import pickle
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from engine.runner.runner import ModelRunner
 from engine.step import StepPlan
 from engine.weights.loader import load_drafter, load_target
 
+logger = logging.getLogger(__name__)
+
 _GROUP_TIMEOUT_S = 600.0
 
 
@@ -38,8 +41,8 @@ class FollowerSpec:
 class EngineRank:
     """Loads one rank. init_method: torch.distributed rendezvous, e.g. "tcp://127.0.0.1:29500"; None at size 1.
 
-    progress: called with a short phase name as start-up proceeds. `config` afterwards: the one given, its KV blocks
-    measured where it left them open.
+    progress: called with a short phase name as start-up proceeds; None logs it. `config` afterwards: the one given, its
+    KV blocks measured where it left them open.
 
     Raises:
         ValueError: a checkpoint that does not fit its config (names the tensor and the shapes).
@@ -53,7 +56,7 @@ class EngineRank:
         init_method: str | None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        say = progress or (lambda phase: None)
+        say = progress or logger.info
         self.config = config
         torch.set_num_threads(config.num_threads)
         say("joining the process group")
