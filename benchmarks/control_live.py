@@ -19,6 +19,7 @@ import os
 import platform
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import msgspec
 import ray
 from command_line import command_line
 
+from cluster.config import SHADOW_TIME_SHARE
 from cluster.control.controller import find_controller, find_or_make_controller, remove_controller
 from cluster.control.messages import ControlOptions
 from cluster.control.reporter import ReplicaFacts, Reporter
@@ -46,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 APP, DEPLOYMENT = "live", "replica"
 KINDS = ("easy", "hard")  # even seeds, odd seeds
 SETTLE_S = 15.0
-STATIC_K = 7
+STATIC_K = 15
 OUTPUT_TOKENS = 300
 BASELINE_STEPS = 1500
 History = list[tuple[float, tuple[int, int], dict[int, int]]]  # when, version, schedule
@@ -64,6 +66,7 @@ def make_config(rows: int, speed: float) -> EngineConfig:
         max_num_seqs=rows,
         max_model_len=1024,
         enable_prefix_caching=False,
+        shadow_time_share=SHADOW_TIME_SHARE,
         simulation=SimulationOptions(
             steps=str(ROOT / "configs" / "sim" / "steps" / "a100-8b.yaml"),
             acceptance=str(ROOT / "configs" / "sim" / "acceptance" / "easy-and-hard.yaml"),
@@ -89,6 +92,7 @@ def fixed_rate(config: EngineConfig, kind: str, draft_len: int, steps: int) -> f
     def sleep(seconds: float) -> None:
         clock[0] += seconds
 
+    config = replace(config, shadow_time_share=0.0)
     timeline = DeviceTimeline(speed=1.0, now=lambda: clock[0], sleep=sleep)
     runner = SimulatedRunner(config, token_ids=output_token_ids(config), timeline=timeline)
     core = EngineCore(config=config, runner=runner)
@@ -270,7 +274,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="requests of a replica")
     parser.add_argument("--phase-s", type=float, default=60.0)
     parser.add_argument("--control-s", type=float, default=0.0)
-    parser.add_argument("--speed", type=float, default=0.5, help="simulated seconds in a second")
+    parser.add_argument("--speed", type=float, default=0.25, help="simulated seconds in a second")
     parser.add_argument("--quick", action="store_true", help="a shorter look at the fixed lengths")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
