@@ -99,7 +99,8 @@ def check_logits(
     args: argparse.Namespace, name: str, model: Path, drafter: str | None, prompts: list, dtype: str
 ) -> dict:
     """Float32 is held to a tolerance; bfloat16 to the error that transformers itself makes in bfloat16."""
-    with build(args, str(model), drafter, 7 if drafter else 0, dtype=dtype) as llm:
+    # The draft length of the other checks, so that kernels are compiled once; few programs for few prompts.
+    with build(args, str(model), drafter, max(args.draft_lens) if drafter else 0, dtype=dtype, max_num_seqs=4) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=NUM_TOP, detokenize=False, ignore_eos=True)
         outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
     found = torch.cat([torch.tensor([entry.top_logprobs for entry in o.logprobs]) for o in outputs])

@@ -143,6 +143,8 @@ class ModelRunner:
         )
         self._prompt_programs.record(progress)
         self._decode_programs.record(progress)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what the programs took when they ran eagerly is of no use to their graphs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
