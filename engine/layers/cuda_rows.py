@@ -60,8 +60,6 @@ class CudaRows:
     def __init__(self, device: torch.device) -> None:
         from engine.kernels.row_gemm import GemmWorkspace  # imports Triton, which not every machine has
 
-        on_gpu = device.type == "cuda"
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
         self.pdl = dependent_launch() and not interpreted()
         self._workspace = GemmWorkspace(device)
 
@@ -70,11 +68,13 @@ class CudaRows:
 
         return rms_norm(x, weight, eps, pdl=self.pdl)
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(x + delta, its rms_norm)."""
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, its rms_norm). total: where the sum goes, rows any stride apart."""
         from engine.kernels.row_ops import add_rms_norm
 
-        return add_rms_norm(x, delta, weight, eps, pdl=self.pdl)
+        return add_rms_norm(x, delta, weight, eps, total_NH=total, pdl=self.pdl)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[N, 2 * size] -> silu(first half) * second half."""

@@ -6,6 +6,7 @@ Shapes: N rows, H hidden, h query heads, g KV heads (both local to the rank, pad
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import rotate
 from engine.parallel.sharding import HeadShard, Shard
 from engine.parallel.tp_group import TpGroup
+
+if TYPE_CHECKING:
+    from engine.kernels.row_gemm import Scaled  # imports Triton
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,11 +142,23 @@ class DecoderLayer(nn.Module):
         out_NH: Tensor | None,
     ) -> Tensor:
         """`forward` with one compiled call for each chain of row-wise operations."""
+        normed_NH = kernels.rms_norm(x_NH, self._norm_weights[0], self.eps)
+        x_NH, delta_NH = self.parts(kernels, x_NH, normed_NH, angles, ctx, kv)
+        return torch.add(x_NH, delta_NH, out=out_NH)
+
+    def parts(
+        self,
+        kernels: RowKernels | CudaRows,
+        x_NH: Tensor,
+        normed_NH: Tensor,
+        angles: tuple[Tensor, Tensor],
+        ctx: AttentionContext,
+        kv: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Two tensors whose sum is the layer's result, from x and its input norm: the next norm takes them together."""
         project_qkv, project_out, project_up, project_down = self._matrices
-        input_weight, post_weight = self._norm_weights
-        qkv = project_qkv.forward(kernels.rms_norm(x_NH, input_weight, self.eps))
         q_NhD = kernels.rotate_and_write(
-            qkv,
+            project_qkv.forward(normed_NH),
             angles,
             ctx.slot_mapping_N,
             kv,
@@ -151,9 +167,9 @@ class DecoderLayer(nn.Module):
             eps=self.eps,
         )
         attended = self.tp.all_reduce(project_out.forward(self.attention(q_NhD, *kv, ctx)))
-        x_NH, normed_NH = kernels.add_rms_norm(x_NH, attended, post_weight, self.eps)
+        x_NH, normed_NH = kernels.add_rms_norm(x_NH, attended, self._norm_weights[1], self.eps)
         mixed = kernels.silu_mul(project_up.forward(normed_NH))
-        return torch.add(x_NH, self.tp.all_reduce(project_down.forward(mixed)), out=out_NH)
+        return x_NH, self.tp.all_reduce(project_down.forward(mixed))
 
 
 def run_layers(
@@ -166,22 +182,43 @@ def run_layers(
 ) -> Tensor:
     """x through the layers, layer l's result in outs[l] where that is a tensor; the last result.
 
-    Few rows of an unsharded small model on CUDA go through the fused launches (`CudaRows.takes_layer`), in which a
-    layer leaves its rows ready for the next one's norm.
+    On CUDA a layer ends in the next one's norm. Few rows of an unsharded small model go through the fused launches
+    (`CudaRows.takes_layer`).
     """
     kernels, first = cuda_rows(x_NH), layers[0]
-    if kernels is None or first.tp.size > 1 or not kernels.takes_layer(x_NH.shape[0], first.cuda_weights):
+    if kernels is None:
         for layer, layer_kv, out_NH in zip(layers, kv, outs, strict=True):
             x_NH = layer.forward(x_NH, *angles, ctx, layer_kv, out_NH)
         return x_NH
-    scaled = kernels.scale_rows(x_NH, first.cuda_weights.input_norm, first.eps)
-    following = [*[(layer.cuda_weights.input_norm, layer.eps) for layer in layers[1:]], None]
-    for layer, layer_kv, out_NH, next_norm in zip(layers, kv, outs, following, strict=True):
-        weights = layer.cuda_weights
+    norms = [*[(layer.cuda_weights.input_norm, layer.eps) for layer in layers], None]
+    if first.tp.size == 1 and kernels.takes_layer(x_NH.shape[0], first.cuda_weights):
+        return _run_fused(kernels, layers, x_NH, angles, ctx, kv, outs, norms)
+    normed_NH = kernels.rms_norm(x_NH, first.cuda_weights.input_norm, first.eps)
+    for layer, layer_kv, out_NH, next_norm in zip(layers, kv, outs, norms[1:], strict=True):
+        x_NH, delta_NH = layer.parts(kernels, x_NH, normed_NH, angles, ctx, layer_kv)
+        if next_norm is None:
+            return torch.add(x_NH, delta_NH, out=out_NH)
+        x_NH, normed_NH = kernels.add_rms_norm(x_NH, delta_NH, *next_norm, out_NH)
+    raise AssertionError("a model without layers")
+
+
+def _run_fused(
+    kernels: CudaRows,
+    layers: Sequence[DecoderLayer],
+    x_NH: Tensor,
+    angles: tuple[Tensor, Tensor],
+    ctx: AttentionContext,
+    kv: Sequence[tuple[Tensor, Tensor]],
+    outs: Sequence[Tensor | None],
+    norms: Sequence[tuple[Tensor, float] | None],
+) -> Tensor:
+    """norms: each layer's input norm and what follows the last, None for nothing."""
+    scaled: Scaled | None = kernels.scale_rows(x_NH, layers[0].cuda_weights.input_norm, layers[0].eps)
+    for layer, layer_kv, out_NH, next_norm in zip(layers, kv, outs, norms[1:], strict=True):
         assert scaled is not None
-        q_NhD = kernels.project_heads(scaled, weights, angles, ctx.slot_mapping_N, layer_kv)
+        q_NhD = kernels.project_heads(scaled, layer.cuda_weights, angles, ctx.slot_mapping_N, layer_kv)
         attended_NE = layer.attention(q_NhD, *layer_kv, ctx)
         new_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
-        scaled = kernels.finish_layer(x_NH, attended_NE, weights, new_NH, next_norm)
+        scaled = kernels.finish_layer(x_NH, attended_NE, layer.cuda_weights, new_NH, next_norm)
         x_NH = new_NH
     return x_NH
