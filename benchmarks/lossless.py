@@ -1,10 +1,13 @@
 """Greedy output of the float32 engine against stored `transformers` tokens: full sets and a pairwise covering array.
 
-    python benchmarks/lossless.py REFERENCE.json OUT.json --model DIR --drafter DIR [--part full|pairs|all]
+    python benchmarks/lossless.py REFERENCE.json OUT.json --model DIR --drafter DIR [--part full|pairs|all] [--limit N]
 
 full:  all cases x all tokens at K = 0 and K = 15.
-pairs: 12 runs of 10 prompts x 64 tokens that cover every pair of values of K 1/3/7/15, prefix hit none/partial/full,
+pairs: 15 runs of 10 prompts x 64 tokens that cover every pair of values of K 1/3/7/15, prefix hit none/partial/full,
        chunk 16/512, batch 1/8, preemption no/yes, pipeline depth 0/1, tensor parallel size 1/2.
+
+Runs that OUT.json holds already, of the same drafter, are not repeated, and --limit makes at most that many new ones:
+the whole can be made in pieces. A run with preemption gets smaller and smaller caches until it preempts.
 """
 
 import argparse
@@ -19,7 +22,9 @@ import torch
 from command_line import command_line
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.weights.cache import file_sha256
 
+CACHE_SHARES = (2.0, 1.5, 1.2, 1.0)  # of the blocks that the longest request needs, with preemption
 FACTORS = {
     "K": (1, 3, 7, 15),
     "prefix_hit": ("none", "partial", "full"),
@@ -61,7 +66,7 @@ def pairs_of(run: dict) -> set:
     return set(itertools.combinations(run.items(), 2))
 
 
-def make_engine(args, *, draft_len: int, run: dict, num_tokens: int, longest: int) -> LLM:
+def make_engine(args, *, draft_len: int, run: dict, num_tokens: int, longest: int, cache_share: float) -> LLM:
     spec = DFlashDecodingConfig(max_draft_len=draft_len, speculative_model=args.drafter) if draft_len else None
     blocks_of_one = -(-(longest + num_tokens + 16) // 16) + 2
     batch = run.get("batch", 8)
@@ -73,7 +78,7 @@ def make_engine(args, *, draft_len: int, run: dict, num_tokens: int, longest: in
         max_model_len=(blocks_of_one - 3) * 16,
         max_num_seqs=batch,
         max_num_batched_tokens=max(run.get("chunk", 512), batch * (draft_len + 1)),
-        num_blocks=2 * blocks_of_one if run.get("preemption") else 600,
+        num_blocks=max(blocks_of_one, round(cache_share * blocks_of_one)) if run.get("preemption") else 600,
         enable_prefix_caching=run.get("prefix_hit", "none") != "none",
         pipeline_depth=run.get("pipeline_depth", 0),
         tensor_parallel_size=run.get("tensor_parallel_size", 1),
@@ -82,11 +87,22 @@ def make_engine(args, *, draft_len: int, run: dict, num_tokens: int, longest: in
 
 
 def compare(args, cases: list[dict], run: dict, num_tokens: int) -> dict:
+    """One row; a run with preemption is made again with a smaller cache until it did preempt."""
+    for cache_share in CACHE_SHARES:
+        row = measure(args, cases, run, num_tokens, cache_share)
+        if row["preemptions"] or not run.get("preemption") or row["different"]:
+            return row
+    raise SystemExit(f"{run}: nothing was preempted with a cache for {CACHE_SHARES[-1]} requests; it proves nothing")
+
+
+def measure(args, cases: list[dict], run: dict, num_tokens: int, cache_share: float) -> dict:
     longest = max(len(c["prompt_token_ids"]) for c in cases)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, detokenize=False)
     prompts = [c["prompt_token_ids"] for c in cases]
     started = time.perf_counter()
-    with make_engine(args, draft_len=run["K"], run=run, num_tokens=num_tokens, longest=longest) as llm:
+    with make_engine(
+        args, draft_len=run["K"], run=run, num_tokens=num_tokens, longest=longest, cache_share=cache_share
+    ) as llm:
         if run.get("prefix_hit") == "full":
             llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
         elif run.get("prefix_hit") == "partial":
@@ -121,6 +137,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit", type=int, help="make at most so many new runs")
     parser.add_argument("--part", choices=("full", "pairs", "all"), default="all")
     args = parser.parse_args()
     cases = json.loads(args.reference.read_text())["cases"]
@@ -132,15 +149,30 @@ def main() -> None:
     record = {
         "command": command_line(),
         "versions": {"torch": torch.__version__},
+        "drafter_sha256": file_sha256(Path(args.drafter) / "model.safetensors"),
         "runs": [],
         "different": 0,
     }
-    for part, chosen, run, num_tokens in jobs:
-        row = {"part": part, **compare(args, chosen, run, num_tokens)}
-        record["runs"].append(row)
-        record["different"] += len(row["different"])
+    if args.out.exists():
+        earlier = json.loads(args.out.read_text())
+        for key in ("versions", "drafter_sha256"):
+            if earlier.get(key) != record[key]:
+                sys.exit(f"{args.out}: holds runs of another {key}: {earlier.get(key)}; give another file")
+        record = earlier
+    left = [job for job in jobs if not any(is_row_of(row, job[0], job[2]) for row in record["runs"])]
+    for part, chosen, run, num_tokens in left[: args.limit]:
+        record["runs"].append({"part": part, **compare(args, chosen, run, num_tokens)})
+        record["different"] = sum(len(row["different"]) for row in record["runs"])
         args.out.write_text(json.dumps(record, indent=1))
+    print(
+        f"{len(jobs) - len(left)} runs were there, {len(left[: args.limit])} made, "
+        f"{len(left[len(left[: args.limit]) :])} left; {record['different']} outputs differ"
+    )
     sys.exit(1 if record["different"] else 0)
+
+
+def is_row_of(row: dict, part: str, run: dict) -> bool:
+    return row["part"] == part and all(row.get(name) == value for name, value in run.items())
 
 
 if __name__ == "__main__":
