@@ -41,7 +41,7 @@ class LiveSettings:
         if schedule != self._schedule:
             await self._apply_schedule(schedule)
         self._admission.set_queue_limit(live["queue_limit"])
-        self.drain_s = live["drain_s"]
+        self.drain_s = live.get("drain_s", self.drain_s)  # a Serve config file of an older time does not give it
 
     async def _apply_schedule(self, schedule: dict[int, int]) -> None:
         self._num_schedules += 1
