@@ -1,5 +1,6 @@
 """The config file: nearest-key hints, rules between keys, relative paths, and the shipped files."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,15 @@ def test_a_loaded_config_is_frozen() -> None:
     config = ClusterConfig.model_validate({"model": {"source": "a/b"}})
     with pytest.raises(ValueError, match="frozen"):
         config.engine.max_num_seqs = 3
+
+
+def test_the_readmes_examples_hold(repo_root: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    text = (repo_root / "README.md").read_text(encoding="utf-8")
+    own_model, gpu, on_ray = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    ClusterConfig.model_validate(own_model)
+    ClusterConfig.model_validate({"model": own_model["model"], **gpu})
+    for application in ServeDeploySchema.model_validate(on_ray).applications:
+        assert application.import_path == "cluster.app:build"
+        assert set(application.args) == {"config"}
