@@ -20,7 +20,8 @@ from engine.attention.context import AttentionContext, AttentionGroup
 from engine.attention.cuda_paged import cuda_paged_attention
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.engine import EngineConfig
-from engine.config.model import DrafterConfig, RopeConfig, TargetConfig
+from engine.config.model import DrafterConfig, TargetConfig
+from engine.config.rope import RopeConfig
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup

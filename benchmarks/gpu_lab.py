@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from engine.config.drafter import parse_drafter_config
 from engine.config.engine import EngineConfig
-from engine.config.model import parse_drafter_config, parse_target_config
+from engine.config.model import parse_target_config
 from engine.core import EngineCore
 from engine.rank import EngineRank
 from engine.request import EngineRequest

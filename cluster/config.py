@@ -57,10 +57,22 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _choices_need_a_drafter(self) -> "ClusterConfig":
-        if self.engine.draft_len_choices is not None and self.speculative_config is None:
-            raise ValueError("engine.draft_len_choices: has no effect without speculative_config; remove it")
-        if self.engine.synthetic_acceptance_length is not None and self.speculative_config is None:
-            raise ValueError("engine.synthetic_acceptance_length: has no effect without speculative_config; remove it")
+        if self.speculative_config is None:
+            for key in ("draft_len_choices", "draft_sampling", "synthetic_acceptance_length"):
+                if getattr(self.engine, key) is not None:
+                    raise ValueError(f"engine.{key}: has no effect without speculative_config; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _dummy_weights_are_meant(self) -> "ClusterConfig":
+        formats = {"model.load_format": self.model.load_format}
+        if self.speculative_config is not None:
+            formats["speculative_config.load_format"] = self.speculative_config.load_format or "auto"
+        dummies = [key for key, value in formats.items() if value == "dummy"]
+        if dummies and not self.engine.unsafe_dummy_weights:
+            raise ValueError(
+                f"{dummies[0]}: 'dummy' serves random weights; set engine.unsafe_dummy_weights: true if that is meant"
+            )
         return self
 
     @model_validator(mode="after")
@@ -120,6 +132,8 @@ class ClusterConfig(Section):
             "synthetic_acceptance_length": self.engine.synthetic_acceptance_length,
             "shadow_time_share": SHADOW_TIME_SHARE if self.controller.enabled else 0.0,
             "simulation": simulation,
+            "draft_sampling": self.engine.draft_sampling,
+            "load_format": self.model.load_format,
         }
 
     def to_plain(self) -> dict[str, Any]:
@@ -146,6 +160,7 @@ _ARGUMENT_PATHS = {
     "model": "model.source",
     "revision": "model.revision",
     "dtype": "model.dtype",
+    "load_format": "model.load_format",
     "max_model_len": "model.max_model_len",
     "block_size": "engine.kv_cache.block_size",
     "num_blocks": "engine.kv_cache.blocks",
@@ -164,6 +179,7 @@ _ARGUMENT_PATHS = {
         "pipeline_depth",
         "draft_len_choices",
         "synthetic_acceptance_length",
+        "draft_sampling",
     )
 }
 

@@ -71,6 +71,12 @@ class ModelSection(Section):
         json_schema_extra=RESTART,
         description="Type of weights, activations and KV cache; auto: the checkpoint's own.",
     )
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        default="auto",
+        json_schema_extra=RESTART,
+        description="Weight format of the target. dummy: random weights, for measurements; needs "
+        "engine.unsafe_dummy_weights.",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
@@ -146,6 +152,13 @@ class EngineSection(Section):
         description="Draft lengths the engine can run, ascending from 0. Default: 0 1 2 3 5 7 11 15 up to the "
         "drafter's limit.",
     )
+    draft_sampling: Literal["greedy", "coupled", "probabilistic"] | None = Field(
+        default=None,
+        json_schema_extra=RESTART,
+        description="Drafts of sampled requests. greedy: the drafter's likeliest token; coupled: the drafter draws "
+        "with the target's noise; probabilistic: it draws with its own, which needs use_rejection_sampling. Default: "
+        "coupled, or greedy with use_rejection_sampling.",
+    )
     hidden_state_gather: Literal["taps", "fused"] = Field(
         default="fused",
         json_schema_extra=RESTART,
@@ -175,6 +188,11 @@ class EngineSection(Section):
         json_schema_extra=RESTART,
         description="Benchmarks only: drafts are accepted by decree, this many tokens a step on average, so answers "
         "mean nothing (needs --allow-simulated; every response says so).",
+    )
+    unsafe_dummy_weights: bool = Field(
+        default=False,
+        json_schema_extra=RESTART,
+        description="Allow load_format dummy: the API then answers with random text.",
     )
 
     @field_validator("draft_len_choices")

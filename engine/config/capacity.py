@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from engine.config.engine import EngineConfig
 from engine.config.machine import Machine
+from engine.config.model import DrafterConfig, TargetConfig
 from engine.kv_cache.block_bytes import bytes_per_block
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,17 @@ def with_blocks(
         _check_memory(config, name, blocks, block_bytes, num_parameters, machine)
     logger.info("KV cache: %d blocks of %d tokens, %s per rank", blocks, config.block_size, _size(blocks * block_bytes))
     return replace(config, num_blocks=blocks)
+
+
+def num_matrix_elements(config: TargetConfig | DrafterConfig) -> int:
+    """Elements of a model's matrices by its config alone, for weights that are not read from a checkpoint."""
+    H, D = config.hidden_size, config.head_dim
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * D * H
+    layers = config.num_layers * (attention + 3 * H * config.intermediate_size)
+    if isinstance(config, DrafterConfig):
+        own = config.draft_vocab_size + (config.vocab_size if config.own_embedding else 0)
+        return layers + (len(config.target_layer_ids) * (config.target_hidden_size or H) + own) * H
+    return layers + config.vocab_size * H * (1 if config.tie_word_embeddings else 2)
 
 
 def weight_bytes(config: EngineConfig, num_parameters: int) -> int:
@@ -132,20 +144,23 @@ def _check_memory(
     if config.device == "cpu":
         # All ranks share the machine's memory.
         total, where = machine.memory_bytes, "this machine"
-        needed = weights + penalties + cache * ranks
+        needed = weights + penalties + (cache + config.draft_logits_bytes) * ranks
         cache_term = _size(cache) if ranks == 1 else f"{_size(cache)} x {ranks} ranks"
         weights_term = _size(weights)
     else:
         assert machine.accelerator is not None
         total, where = machine.accelerator.memory_bytes, machine.accelerator.name
-        needed = (weights + penalties) // ranks + cache
+        needed = (weights + penalties) // ranks + cache + config.draft_logits_bytes
         cache_term = _size(cache)
         weights_term = _size(weights) if ranks == 1 else f"{_size(weights)} / {ranks} ranks"
     if needed > total:
         penalties_term = f" + penalty counts {_size(penalties)}" if penalties else ""
+        drafts = config.draft_logits_bytes
+        drafts_term = f" + draft probabilities {_size(drafts)} per rank" if drafts else ""
         raise ValueError(
-            f"{name}: weights {weights_term}{penalties_term} + KV cache {cache_term} ({blocks} blocks x {block_bytes} "
-            f"bytes) = {_size(needed)}, but {where} has {_size(total)}. Lower {name}, max_model_len or max_num_seqs"
+            f"{name}: weights {weights_term}{penalties_term}{drafts_term} + KV cache {cache_term} ({blocks} blocks x "
+            f"{block_bytes} bytes) = {_size(needed)}, but {where} has {_size(total)}. Lower {name}, max_model_len or "
+            "max_num_seqs"
         )
 
 

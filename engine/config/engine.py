@@ -16,13 +16,14 @@ class EngineConfig:
     draft_len_choices: the declared program widths, ascending, containing 0 and max_draft_len.
     draft_len_schedule: ((batch size upper bound inclusive, K), ...) ascending; above the last key K = 0.
     num_blocks:      KV blocks including the null block 0; 0: a GPU engine measures its memory (see `engine.rank`).
-    load_format, drafter_load_format: auto, safetensors, or dummy (random weights, for measurements without a
-        checkpoint; only in a config made by hand, such as for `LLM.from_config`: the resolver refuses it).
     drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only).
     decode_programs: how decode rows run: "graphs" (fixed shapes, captured, CUDA only), "repeated" (the same shapes and
         buffers, called each time), "eager" (shapes that follow the batch, decode rows and prompts in one forward).
     synthetic_acceptance_length: mean tokens a drafting row emits per step, drafts accepted by decree
         (`engine.sampling.synthetic`); for measurements, the output means nothing. None: verification decides.
+    load_format, drafter_load_format: auto, safetensors, or dummy (random weights, for measurements).
+    draft_sampling:  how drafts of sampled requests are chosen, see `engine.runner.draft_tokens`.
+    use_rejection_sampling: False verifies by exact match. True: `engine.sampling.rejection`.
     pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
     enable_penalty:  requests may use penalties, whose counts take `capacity.penalty_workspace_bytes`.
     enable_top_k, enable_top_p: the sampler has these filters.
@@ -62,6 +63,8 @@ class EngineConfig:
     enable_top_p: bool = True
     shadow_time_share: float = 0.0  # of device time, for scoring drafts beyond K (`engine.speculative.shadow`)
     simulation: Simulation | None = None  # of device "simulated", and only there
+    draft_sampling: Literal["greedy", "coupled", "probabilistic"] = "greedy"
+    use_rejection_sampling: bool = False
     debug_checks: bool = False
     context_bucket: int = 64  # attention lengths are padded to its multiples, so that shapes repeat
 
@@ -80,3 +83,16 @@ class EngineConfig:
     def max_blocks_per_seq(self) -> int:
         """Block-table width: max_model_len plus the drafter's lookahead, rounded up to a block."""
         return -(-(self.max_model_len + self.lookahead) // self.block_size)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Columns of the target's logits once the ranks' equal shards are joined."""
+        ranks = self.tensor_parallel_size
+        return -(-self.target.vocab_size // ranks) * ranks
+
+    @property
+    def draft_logits_bytes(self) -> int:
+        """What the logits that probabilistic drafts were drawn from take on each rank."""
+        if self.draft_sampling != "probabilistic":
+            return 0
+        return 4 * (self.max_num_seqs + 1) * self.max_draft_len * self.padded_vocab_size

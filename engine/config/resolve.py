@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Literal, cast
 
 from engine.config.attention_backend import check_attention_backend, resolve_drafter_attention
-from engine.config.capacity import with_blocks
+from engine.config.capacity import num_matrix_elements, with_blocks
 from engine.config.decoding import AdvancedSamplingMode, DFlashDecodingConfig
 from engine.config.draft_lengths import check_max_draft_len, resolve_choices, resolve_schedule, rows_of_largest_step
+from engine.config.draft_sampling import DraftSampling, resolve_draft_sampling
+from engine.config.drafter import parse_drafter_config
 from engine.config.engine import EngineConfig
 from engine.config.machine import Machine, probe_machine
-from engine.config.model import DrafterConfig, TargetConfig, parse_drafter_config, parse_target_config
+from engine.config.model import DrafterConfig, TargetConfig, parse_target_config
 from engine.simulated.profile import SimulationOptions, load_simulation
 from engine.weights.checkpoint import checkpoint_dtype, checkpoint_identity, count_parameters
 from engine.weights.progress import Progress
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 _MAX_THREADS_PER_CORE = 8  # beyond hyper-threads and small containers it is a typing error
-_LOAD_FORMATS = ("auto", "safetensors")
+_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def resolve_engine_config(
@@ -54,6 +56,7 @@ def resolve_engine_config(
     synthetic_acceptance_length: float | None = None,
     shadow_time_share: float = 0.0,
     simulation: SimulationOptions | None = None,
+    draft_sampling: str | None = None,
     load_format: str = "auto",
     debug_checks: bool = False,
     machine: Machine | None = None,
@@ -75,6 +78,10 @@ def resolve_engine_config(
     shadow_time_share: device time that scoring drafts beyond K may take, which a speculation controller learns from.
     simulation: of device "simulated", which needs no weights: a local source may be a directory with config.json and
     a tokenizer alone.
+    draft_sampling: how drafts of sampled requests are chosen, "greedy", "coupled" or "probabilistic"
+    (`engine.runner.draft_tokens`).
+    load_format: of the target, the drafter's is speculative_config.load_format; "auto" and "safetensors" read the
+    checkpoint, "dummy" takes random weights, for measurements: no text comes of it.
     machine: facts to size things by, default those of this process. fetch_source: `engine.weights.source.fetch`, or
     `fetch_config` to check options against checkpoints without their weights: sizes are then not checked.
 
@@ -102,8 +109,10 @@ def resolve_engine_config(
     )
     if speculative_config is not None:
         _refuse_unsupported(speculative_config, device, found)
-    elif draft_len_choices is not None:
-        raise ValueError("draft_len_choices: has no effect without speculative_config; leave it out")
+    else:
+        for name, value in (("draft_len_choices", draft_len_choices), ("draft_sampling", draft_sampling)):
+            if value is not None:
+                raise ValueError(f"{name}: has no effect without speculative_config; leave it out")
 
     if not 0.0 <= shadow_time_share <= 0.5:
         raise ValueError(f"shadow_time_share: must lie between 0 and 0.5, got {shadow_time_share}")
@@ -111,7 +120,9 @@ def resolve_engine_config(
         raise ValueError("simulation: device 'simulated' needs it, and no other device takes it")
     needs_weights = device != "simulated"
 
-    model_dir = fetch_source(model, revision=revision, progress=progress, needs_weights=needs_weights)
+    model_dir = fetch_source(
+        model, revision=revision, progress=progress, needs_weights=needs_weights and load_format != "dummy"
+    )
     target = parse_target_config(str(model_dir))
     resolved_dtype = _resolve_dtype(dtype, model_dir)
     resolved_len = _resolve_max_model_len(max_model_len, target)
@@ -119,7 +130,10 @@ def resolve_engine_config(
     drafter_dir, drafter = None, None
     choices: tuple[int, ...] = (0,)
     schedule: tuple[tuple[int, int], ...] = ()
+    draft_mode: DraftSampling = "greedy"
+    use_rejection_sampling = False
     if speculative_config is not None:
+        draft_mode, use_rejection_sampling = resolve_draft_sampling(speculative_config, draft_sampling, device)
         drafter_dir, drafter = _read_drafter(
             speculative_config, target, progress, fetch_source, needs_weights=needs_weights
         )
@@ -135,6 +149,7 @@ def resolve_engine_config(
             )
     _check_token_budget(max_num_batched_tokens, max_num_seqs, choices[-1], schedule)
 
+    drafter_load_format = (speculative_config and speculative_config.load_format) or "auto"
     gate_window, gate_threshold = _gate(speculative_config)
     mode = AdvancedSamplingMode.FULL if speculative_config is None else speculative_config.advanced_sampling_mode
     config = EngineConfig(
@@ -142,9 +157,9 @@ def resolve_engine_config(
         target=target,
         drafter_dir=None if drafter_dir is None else str(drafter_dir),
         drafter=drafter,
-        identity=_identity(model_dir, drafter_dir, drafter, resolved_dtype),
+        identity=_identity(model_dir, load_format, drafter_dir, drafter_load_format, drafter, resolved_dtype),
         load_format=load_format,
-        drafter_load_format=(speculative_config and speculative_config.load_format) or "auto",
+        drafter_load_format=drafter_load_format,
         dtype=resolved_dtype,
         device=cast(Literal["cpu", "cuda", "simulated"], device),
         num_threads=threads or max(1, found.cores // tensor_parallel_size),
@@ -175,9 +190,14 @@ def resolve_engine_config(
         simulation=None
         if simulation is None
         else load_simulation(simulation, max_num_seqs=max_num_seqs, draft_len_choices=choices),
+        draft_sampling=draft_mode,
+        use_rejection_sampling=use_rejection_sampling,
         debug_checks=debug_checks,
     )
-    num_parameters = count_parameters(model_dir) + (count_parameters(drafter_dir) if drafter_dir else 0)
+    num_parameters = num_matrix_elements(target) if load_format == "dummy" else count_parameters(model_dir)
+    if drafter is not None and drafter_dir is not None:
+        dummy = drafter_load_format == "dummy"
+        num_parameters += num_matrix_elements(drafter) if dummy else count_parameters(drafter_dir)
     return with_blocks(
         config,
         num_blocks=num_blocks,
@@ -255,11 +275,6 @@ def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Mach
         )
     if config.load_format is not None:
         _one_of("speculative_config.load_format", config.load_format, _LOAD_FORMATS)
-    if config.use_rejection_sampling:
-        raise ValueError(
-            "speculative_config.use_rejection_sampling: not supported by this version; leave it false: sampled "
-            "requests are verified by exact match, which keeps the target's distribution"
-        )
     check_attention_backend(config.attention_backend, device, machine)
     if bool(config.acceptance_rate_window_size) != (config.acceptance_rate_threshold is not None):
         logger.warning(
@@ -342,6 +357,7 @@ def _read_drafter(
 ) -> tuple[Path, DrafterConfig]:
     assert config.speculative_model is not None
     try:
+        needs_weights = needs_weights and config.load_format != "dummy"
         directory = fetch_source(config.speculative_model, progress=progress, needs_weights=needs_weights)
     except SourceNotHereError:
         raise
@@ -380,9 +396,16 @@ def _gate(config: DFlashDecodingConfig | None) -> tuple[int, float]:
     return config.acceptance_rate_window_size, config.acceptance_rate_threshold
 
 
-def _identity(model_dir: Path, drafter_dir: Path | None, drafter: DrafterConfig | None, dtype: str) -> str:
+def _identity(
+    model_dir: Path,
+    load_format: str,
+    drafter_dir: Path | None,
+    drafter_load_format: str,
+    drafter: DrafterConfig | None,
+    dtype: str,
+) -> str:
     """Digest of what cached K/V depend on: both checkpoints, the drafter's settings and the dtype."""
-    parts = [checkpoint_identity(model_dir), dtype]
+    parts = [checkpoint_identity(model_dir, weights=load_format != "dummy"), dtype]
     if drafter_dir is not None:
-        parts += [checkpoint_identity(drafter_dir), repr(drafter)]
+        parts += [checkpoint_identity(drafter_dir, weights=drafter_load_format != "dummy"), repr(drafter)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

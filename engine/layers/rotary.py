@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from engine.config.model import RopeConfig
+from engine.config.rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

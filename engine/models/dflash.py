@@ -1,11 +1,13 @@
 """The DFlash drafter (arXiv 2602.06036): a block of masks filled in one pass over K/V made from the target's states.
 
 Context rows: c = hidden_norm(fc(taps)) once; every layer's K and V of them come straight from c (no input norm) and
-live in the paged cache at the tokens' own positions. Block rows: [last token, MASK ..] embedded by the target,
-non-causal over context and block; the row at a position predicts the token at that position.
+live in the paged cache at the tokens' own positions. Block rows: [last token, MASK ..], by default embedded by the
+target and non-causal over context and block (`DrafterConfig` tells the exceptions); the row at a position predicts the
+token at that position.
 Shapes: N rows, H drafter hidden, T taps, L layers, g KV heads on this rank, D head size, Hs: H / ranks rounded up.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,13 +16,14 @@ from torch import Tensor, nn
 from engine.attention.context import Attention, AttentionContext
 from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import KvCache
-from engine.config.model import DrafterConfig
+from engine.config.model import DraftAttention, DrafterConfig
 from engine.layers.cpu_rows import RowKernels, row_kernels
 from engine.layers.cuda_rows import cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import RotaryTable, rotate
 from engine.models.decoder import DecoderLayer, LayerSpec, run_layers
+from engine.models.draft_head import DraftHead
 from engine.parallel.sharding import shard, shard_heads
 from engine.parallel.tp_group import TpGroup
 
@@ -85,9 +88,21 @@ class DFlashDrafter(nn.Module):
             torch.ones(config.num_layers, heads.num_kv_heads, D, dtype=dtype, device=device), False
         )
         self.suits_kernels = RowKernels.suit(hidden_size=H, mlp_size=self.spec.mlp.size, head_dim=D)
+        self.embedding = (
+            nn.Parameter(torch.zeros(config.vocab_size, H, dtype=dtype, device=device), False)
+            if config.own_embedding
+            else None
+        )
+        self.head = DraftHead(config, tp=tp, dtype=dtype, device=device) if config.draft_vocab_size else None
 
     def finish_loading(self) -> None:
-        """Fills the context projection from the layers' weights; called once, after they are loaded."""
+        """Fills what follows from the weights; called once, after they are loaded.
+
+        Raises:
+            ValueError: a vocabulary map that is none.
+        """
+        if self.head is not None:
+            self.head.finish_loading()
         h, g, D = self.spec.heads.num_heads, self.spec.heads.num_kv_heads, self.spec.head_dim
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer) and layer.qk_norm_weight is not None
@@ -96,6 +111,11 @@ class DFlashDrafter(nn.Module):
             if self.context_kv.bias is not None and layer.qkv.bias is not None:
                 self.context_kv.bias.data[rows] = layer.qkv.bias.data[h * D :]
             self.context_k_norm.data[index] = layer.qk_norm_weight.data[h]
+
+    def embed(self, ids_N: Tensor) -> Tensor:
+        """[N] -> [N, H] by the drafter's own embedding, where it has one."""
+        assert self.embedding is not None, "the target embeds the block"
+        return nn.functional.embedding(ids_N, self.embedding)
 
     def context_features(self, taps_NTH: Tensor) -> Tensor:
         """hidden_norm(fc(taps)), [N, H], equal on every rank. Exactly one `tp.hidden_state_gather`."""
@@ -149,10 +169,22 @@ class DFlashDrafter(nn.Module):
         kv.drafter_stack.index_copy_(1, slot_mapping_N, stack.transpose(0, 1))
 
     def forward(self, x_NH: Tensor, positions_N: Tensor, ctx: AttentionContext, kv: KvCache) -> Tensor:
-        """Block rows x = target.embed([last token, MASK ..]) -> hidden states after the final norm, [N, H].
+        """Block rows x = embed([last token, MASK ..]) -> hidden states after the final norm, [N, H].
 
-        The block's own K/V go to ctx.slot_mapping_N, past the context; the next step overwrites them.
+        ctx: of a layer that sees everything; the others' are made of it. The block's own K/V go to
+        ctx.slot_mapping_N, past the context; the next step overwrites them.
         """
-        outs = [None] * len(self._layers)
-        x_NH = run_layers(self._layers, x_NH, self.rotary.rows(positions_N), ctx, kv.drafter_kv, outs)
+        angles = self.rotary.rows(positions_N)
+        if not self.config.attention:
+            x_NH = run_layers(self._layers, x_NH, angles, ctx, kv.drafter_kv, [None] * len(self._layers))
+            return self.norm.forward(x_NH)
+        contexts = {kind: _context_of(kind, ctx) for kind in self.config.attention}
+        for layer, kind, layer_kv in zip(self._layers, self.config.attention, kv.drafter_kv, strict=True):
+            x_NH = layer.forward(x_NH, *angles, contexts[kind], layer_kv)
         return self.norm.forward(x_NH)
+
+
+def _context_of(kind: DraftAttention, ctx: AttentionContext) -> AttentionContext:
+    if kind == DraftAttention():
+        return ctx
+    return replace(ctx, groups=tuple(replace(group, causal=kind.causal, window=kind.window) for group in ctx.groups))

@@ -108,7 +108,7 @@ class _DecodePair:
             decision = owner.draft_program.decide(self._step, self._decode, (), self._width, variant.value)
             assert decision is not None
             owner.draft_program.write_context(self._step, decision, self._num_rows, self._width)
-            owner.draft_program.draft_after(decision, self._width)
+            owner.draft_program.draft_after(decision, self._width, variant.value.filters)
             owner.packed(self._num_rows, self._width).copy_(pack(decision))
 
         return run

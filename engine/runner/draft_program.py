@@ -17,11 +17,14 @@ from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
 from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder
+from engine.runner.draft_tokens import DraftTokens
 from engine.runner.fused_rows import FusedRows
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
+from engine.sampling.chain import chain_tokens
 from engine.sampling.filters import FilterFlags
-from engine.sampling.sampler import SamplingRows, greedy_pairs, greedy_tokens, peak_logits, sample, stops_are_masked
+from engine.sampling.rejection import Proposals, verified_tokens
+from engine.sampling.sampler import SamplingRows, greedy_pairs, peak_logits, sample
 from engine.sampling.synthetic import synthetic_accepted
 from engine.sampling.verify import verify
 from engine.step import PrefillChunk, SlotInit
@@ -85,6 +88,7 @@ class DecideAndDraft:
         self._state = state
         self._builder = builder
         self._tp = tp
+        self._draft_tokens = DraftTokens(config, state, tp)
 
     @property
     def has_drafter(self) -> bool:
@@ -109,7 +113,7 @@ class DecideAndDraft:
         rows = _rows_to_decide(decode, ends, verify_len, device)
         slots_S, committed_S = rows.slots_R, rows.committed_R
         num_decode = slots_S.shape[0] - len(ends)
-        drawn_M, peak_M = self._sample(step.logits_MV, slots_S, committed_S, num_decode, width, needs)
+        drawn_M, peak_M = self._sample(step.logits_MV, rows, num_decode, width, needs)
         if self._fused is not None and rows.fused is not None:
             return self._decide_fused(self._fused, rows, rows.fused, drawn_M, peak_M, verify_len)
         valid_M = peak_M < torch.inf  # also False for NaN; -inf is what padded ids hold
@@ -188,17 +192,17 @@ class DecideAndDraft:
         context_NH = self._drafter.context_features(step.taps_NTH)
         self._drafter.write_context(context_NH, positions_N.clamp(max=limit - 1), slot_mapping_N, self._kv)
 
-    def draft_after(self, decision: Decision, draft_len: int) -> None:
-        """`draft` for the rows of a decision, from what it left where it was fused."""
+    def draft_after(self, decision: Decision, draft_len: int, filters: FilterFlags) -> None:
+        """`draft` for the rows of a decision, from what it left where it was fused. filters: as decided with."""
         if self._fused is None or decision.fused is None or self._drafter is None or draft_len == 0:
-            self.draft(decision.slots_S, draft_len)
+            self.draft(decision.slots_S, draft_len, filters)
             return
         inputs = self._fused.draft_inputs(decision.slots_S, decision.fused)
-        drafts_SK = self._drafts(inputs, decision.slots_S.shape[0], draft_len)
+        drafts_SK = self._drafts(inputs, decision.slots_S, draft_len, filters)
         self._fused.store_drafts(decision.slots_S, drafts_SK, decision.fused)
 
-    def draft(self, slots_S: torch.Tensor, draft_len: int) -> None:
-        """One parallel pass of the drafter; the head runs on the first draft_len mask rows; drafts are greedy."""
+    def draft(self, slots_S: torch.Tensor, draft_len: int, filters: FilterFlags) -> None:
+        """One parallel pass of the drafter; the head runs on the first draft_len mask rows. filters: the decision's."""
         state = self._state
         if self._drafter is None or draft_len == 0:
             state.draft_count.index_fill_(0, slots_S, 0)
@@ -209,60 +213,74 @@ class DecideAndDraft:
         inputs = self._builder.draft_inputs(
             slots_S, state.last_token[slots_S], live_S, width, config.mask_token_id, config.max_position_embeddings
         )
-        state.draft_tokens[slots_S, :draft_len] = self._drafts(inputs, slots_S.shape[0], draft_len)
+        state.draft_tokens[slots_S, :draft_len] = self._drafts(inputs, slots_S, draft_len, filters)
         state.draft_count[slots_S] = torch.where(live_S, draft_len, 0)
 
-    def _drafts(self, inputs: ForwardInputs, num_rows: int, draft_len: int) -> torch.Tensor:
+    def _drafts(
+        self, inputs: ForwardInputs, slots_S: torch.Tensor, draft_len: int, filters: FilterFlags
+    ) -> torch.Tensor:
         """[rows, draft_len] of the block rows."""
-        assert self._drafter is not None
-        width = self._drafter.config.block_size
-        block_NH = self._target.embed(inputs.ids_N)
-        hidden_NH = self._drafter(block_NH, inputs.positions_N, inputs.context, self._kv)
+        drafter, target = self._drafter, self._target
+        assert drafter is not None
+        num_rows, width = slots_S.shape[0], drafter.config.block_size
+        block_NH = (drafter if drafter.embedding is not None else target).embed(inputs.ids_N)
+        hidden_NH = drafter(block_NH, inputs.positions_N, inputs.context, self._kv)
         masks_MH = hidden_NH.view(num_rows, width, -1)[:, 1 : draft_len + 1].reshape(num_rows * draft_len, -1)
-        logits_MV = self._target.draft_logits(masks_MH)
-        drafts_M = greedy_tokens(logits_MV, self._tp, self._target.vocab_start)
-        return drafts_M.view(num_rows, draft_len)
+        if drafter.head is not None:
+            return self._draft_tokens.choose_by_head(drafter.head, masks_MH, slots_S, draft_len, filters)
+        logits_MV = target.draft_logits(masks_MH)
+        return self._draft_tokens.choose(logits_MV, slots_S, draft_len, filters, target.vocab_start)
 
     def _sample(
-        self,
-        logits_MV: torch.Tensor,
-        slots_S: torch.Tensor,
-        committed_S: torch.Tensor,
-        num_decode: int,
-        width: int,
-        needs: SamplingNeeds,
+        self, logits_MV: torch.Tensor, decided: DecodeBlock, num_decode: int, width: int, needs: SamplingNeeds
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token of the target's own per logit row, and the row's largest logit (NaN if it holds one).
 
-        A row's token depends on its request and position alone.
+        With exact match a row's token depends on its request and position alone; with rejection sampling also on the
+        draft it verifies.
         """
-        state = self._state
-        flags, mask_stops = needs.filters, needs.mask_stops
+        flags, mask_stops, start = needs.filters, needs.mask_stops, self._target.vocab_start
         if flags.all_greedy and not mask_stops:
-            peak_M, drawn_M = greedy_pairs(logits_MV, self._tp, self._target.vocab_start)
+            peak_M, drawn_M = greedy_pairs(logits_MV, self._tp, start)
             return drawn_M, peak_M
         columns_Q = torch.arange(width, device=logits_MV.device)
+        slots_S, committed_S = decided.slots_R, decided.committed_R
         drawn_at_M = torch.cat(
             [(committed_S[:num_decode, None] + 1 + columns_Q).flatten(), committed_S[num_decode:] + 1]
         )
         slots_M = torch.cat([slots_S[:num_decode, None].expand(-1, width).flatten(), slots_S[num_decode:]])
-        rows = SamplingRows(
-            temperature_N=state.temperature[slots_M],
-            top_k_N=state.top_k[slots_M],
-            top_p_N=state.top_p[slots_M],
-            min_p_N=state.min_p[slots_M],
-            seed_N=state.seed[slots_M],
-            position_N=drawn_at_M,
-            stop_ids_NS=state.stop_ids[slots_M] if mask_stops else None,
-            mask_stops_N=stops_are_masked(drawn_at_M, state.min_len[slots_M]) if mask_stops else None,
-            all_greedy=flags.all_greedy,
-            any_filter=flags.any_filter,
-            sort_width=flags.sort_width,
-            has_top_k=self._config.enable_top_k,
-            has_top_p=self._config.enable_top_p,
-        )
-        drawn_M = sample(logits_MV, rows, self._tp, self._target.vocab_start)
+        rows = self._state.sampling_rows(slots_M, drawn_at_M, flags, mask_stops=mask_stops)
+        if not self._config.use_rejection_sampling or flags.all_greedy or num_decode == 0 or width == 1:
+            drawn_M = sample(logits_MV, rows, self._tp, start)
+        else:
+            drawn_M = self._verified(logits_MV, rows, decided, num_decode)
         return drawn_M, peak_logits(logits_MV, self._tp)
+
+    def _verified(
+        self, logits_MV: torch.Tensor, rows: SamplingRows, decided: DecodeBlock, num_decode: int
+    ) -> torch.Tensor:
+        """Rejection sampling: accepted drafts, and draws where there is none or it is rejected."""
+        start, proposals = self._target.vocab_start, self._proposals(decided, num_decode, logits_MV.shape[0])
+        if proposals.logits_NV is None or logits_MV.device.type != "cuda":
+            return verified_tokens(logits_MV, rows, proposals, self._tp, start)
+        width = decided.drafts_RK.shape[1] + 1
+        return chain_tokens(
+            logits_MV, rows, proposals, width=width, num_chains=num_decode, tp=self._tp, vocab_start=start
+        )
+
+    def _proposals(self, decided: DecodeBlock, num_decode: int, num_rows: int) -> Proposals:
+        """The drafts beside the step's logit rows; neither a block's last row nor a prompt's verifies one."""
+        R, K = num_decode, decided.drafts_RK.shape[1]
+        column_K = torch.arange(K, device=decided.drafts_RK.device)
+        token_N = decided.drafts_RK.new_full((num_rows,), -1)
+        drafts_RK = decided.drafts_RK[:R].masked_fill(column_K >= decided.k_R[:R, None], -1)
+        token_N[: R * (K + 1)].view(R, K + 1)[:, :K] = drafts_RK
+        if self._state.draft_logits is None:
+            return Proposals(token_N=token_N)
+        draft_RKV = self._state.draft_logits[decided.slots_R[:R], :K]
+        logits_NV = draft_RKV.new_zeros(num_rows, draft_RKV.shape[2])
+        logits_NV[: R * (K + 1)].view(R, K + 1, -1)[:, :K] = draft_RKV
+        return Proposals(token_N=token_N, logits_NV=logits_NV)
 
 
 def _rows_to_decide(

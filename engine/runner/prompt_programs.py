@@ -8,6 +8,7 @@ recorded program of the next size N >= n; the rows beyond n write to the null bl
 All chunks of a step travel in one upload; ahead of each chunk's programs its numbers are copied to where they read.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -134,7 +135,9 @@ class PromptPrograms:
         self._recorder = recorder
         self._programs = {size: _ChunkPrograms(self, size) for size in self._sizes}
         self._draft_lens = config.draft_len_choices
-        self._drafts: dict[int, Program] = {}
+        # Greedy drafts are the same in every variant.
+        self._draft_variants = (Variant.GREEDY,) if config.draft_sampling == "greedy" else tuple(Variant)
+        self._drafts: dict[tuple[int, Variant], Program] = {}
 
     def record(self, progress: Callable[[str], None]) -> None:
         """Records every size, the largest first."""
@@ -144,9 +147,9 @@ class PromptPrograms:
         for number, size in enumerate(reversed(self._sizes)):
             progress(f"recording prompt programs: {number + 1} of {len(self._sizes)} ({size} tokens)")
             self._programs[size].record(self._recorder)
-        for draft_len in self._draft_lens:
-            self._drafts[draft_len] = self._recorder.record(
-                lambda draft_len=draft_len: self.draft_program.draft(self.slot_1, draft_len)
+        for draft_len, variant in itertools.product(self._draft_lens, self._draft_variants):
+            self._drafts[draft_len, variant] = self._recorder.record(
+                lambda k=draft_len, filters=variant.value.filters: self.draft_program.draft(self.slot_1, k, filters)
             )
         logger.info("Prompt programs: %d sizes in %.1f s", len(self._sizes), time.perf_counter() - started)
 
@@ -179,7 +182,8 @@ class PromptPrograms:
             if not chunk.samples:
                 programs.run_context()
                 continue
-            programs.run_decide[Variant.of(self.state.traits_of((chunk.slot,)))]()
+            variant = Variant.of(self.state.traits_of((chunk.slot,)))
+            programs.run_decide[variant]()
             on_result(chunk, self.results)
             programs.run_context()
-            self._drafts[draft_len]()
+            self._drafts[draft_len, variant if variant in self._draft_variants else Variant.GREEDY]()

@@ -250,7 +250,7 @@ class ModelRunner:
             return []
         assert step.logits_MV is not None
         self._logits_stage.commit(decision.slots_S, decision.tokens_SE, decision.num_emitted_S, inits)
-        self._draft_program.draft_after(decision, plan.draft_len)
+        self._draft_program.draft_after(decision, plan.draft_len, needs.filters)
         drafts = self._report_drafts(plan, decision.slots_S, entry) if plan.report_drafts else None
         # Here and not in `collect`: it may gather over the ranks, and collectives follow the launch order.
         logprobs = LogprobRows.of(decision, inits, step.logits_MV, num_decode, self.tp)

@@ -10,6 +10,8 @@ import torch
 
 from engine.config.engine import EngineConfig
 from engine.layers.upload import upload
+from engine.sampling.filters import FilterFlags
+from engine.sampling.sampler import SamplingRows, stops_are_masked
 from engine.sampling_params import MAX_STOP_TOKEN_IDS
 from engine.step import BlockTableUpdate, SlotInit, StepPlan
 
@@ -47,6 +49,8 @@ class SlotState:
 
     committed_len: tokens whose target K/V exist; last_token sits at that position (see `engine.step`).
     draft_tokens [S, Kmax], draft_count: drafts made by the last D.
+    draft_logits [S, Kmax, V]: kept logits they were drawn from, float32, vocabulary padded as the target's is; None
+        unless drafts are probabilistic.
     block_table [S, B]: KV block ids, 0 (the null block) where nothing is assigned.
     stop_ids [S, NS]: padded with -1.
     longest_table: blocks in the longest block table among the slots of the plan applied last; the host's bound of every
@@ -57,6 +61,7 @@ class SlotState:
     def __init__(self, config: EngineConfig, device: torch.device, *, fixed_shapes: bool = False) -> None:
         size = config.max_num_seqs + 1
         self._device = device
+        self._has_top_k, self._has_top_p = config.enable_top_k, config.enable_top_p
         self.filler_slot = config.max_num_seqs
 
         def integers(*shape: int) -> torch.Tensor:
@@ -66,6 +71,11 @@ class SlotState:
         self.last_token = integers(size)
         self.draft_tokens = integers(size, max(config.max_draft_len, 1))
         self.draft_count = integers(size)
+        self.draft_logits = (
+            torch.zeros(size, max(config.max_draft_len, 1), config.padded_vocab_size, device=device)
+            if config.draft_sampling == "probabilistic"
+            else None
+        )
         self.finished = torch.ones(size, dtype=torch.bool, device=device)
         self.block_table = integers(size, config.max_blocks_per_seq)
         # One row per slot, so that a request's parameters are written at once; the columns have names below.
@@ -125,6 +135,27 @@ class SlotState:
         for slot in slots:
             bits |= self._traits[slot]
         return bits
+
+    def sampling_rows(
+        self, slots_N: torch.Tensor, position_N: torch.Tensor, flags: FilterFlags, *, mask_stops: bool = False
+    ) -> SamplingRows:
+        """Sampling parameters of rows that draw these slots' tokens at these positions. mask_stops: some request may
+        not stop yet, so its stop ids are masked where that holds."""
+        return SamplingRows(
+            temperature_N=self.temperature[slots_N],
+            top_k_N=self.top_k[slots_N],
+            top_p_N=self.top_p[slots_N],
+            min_p_N=self.min_p[slots_N],
+            seed_N=self.seed[slots_N],
+            position_N=position_N,
+            stop_ids_NS=self.stop_ids[slots_N] if mask_stops else None,
+            mask_stops_N=stops_are_masked(position_N, self.min_len[slots_N]) if mask_stops else None,
+            all_greedy=flags.all_greedy,
+            any_filter=flags.any_filter,
+            sort_width=flags.sort_width,
+            has_top_k=self._has_top_k,
+            has_top_p=self._has_top_p,
+        )
 
     def _assign(self, inits: tuple[SlotInit, ...]) -> None:
         self._widen_stop_ids(max(len(i.stop_token_ids) for i in inits))

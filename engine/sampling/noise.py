@@ -29,16 +29,19 @@ _CHUNK = 1 << 16  # elements, 256 KiB of int32
 STREAM_TOKEN = 0  # the Gumbel noise a token is drawn with
 STREAM_ACCEPT = 1  # the acceptance coin of rejection sampling
 STREAM_RESIDUAL = 2  # the residual draw of rejection sampling
+STREAM_DRAFT = 3  # the drafter's own draw, where its probabilities enter the verification
 
 
-def gumbel_noise(seed_N: Tensor, position_N: Tensor, vocab_ids_V: Tensor, *, stream: int = STREAM_TOKEN) -> Tensor:
+def gumbel_noise(
+    seed_N: Tensor, position_N: Tensor, vocab_ids_V: Tensor, *, stream: int | Tensor = STREAM_TOKEN
+) -> Tensor:
     """Standard Gumbel noise, float32 [N, V], for every (row, id).
 
     Args:
         seed_N: int64 [N]; all 64 bits count.
         position_N: int64 [N]; absolute position of the token being drawn.
         vocab_ids_V: integer [V] global vocabulary ids shared by the rows, or [N, M] ids of each row's own.
-        stream: which independent stream of the key.
+        stream: which independent stream of the key; an int64 [N] tensor gives each row its own.
     """
     key_a_N, key_b_N = _row_keys(seed_N, position_N, stream)
     mixed_ids = _mix_ids(vocab_ids_V)
@@ -81,12 +84,18 @@ def _fmix64_low(x_N: Tensor) -> Tensor:
     return x_N ^ (x_N >> 16)
 
 
-def _row_keys(seed_N: Tensor, position_N: Tensor, stream: int) -> tuple[Tensor, Tensor]:
+def row_seeds(seed_N: Tensor, position_N: Tensor, *, stream: int) -> Tensor:
+    """One int64 seed per row of the same key, for a generator that is not ours."""
+    key_a_N, key_b_N = _row_keys(seed_N, position_N, stream)
+    return (key_a_N.to(torch.int64) << 32) ^ (key_b_N.to(torch.int64) & _U32)
+
+
+def _row_keys(seed_N: Tensor, position_N: Tensor, stream: int | Tensor) -> tuple[Tensor, Tensor]:
     """Two int32 keys per row, absorbing the words of (seed, position, stream) one after another."""
     words = (seed_N & _U32, (seed_N >> 32) & _U32, position_N & _U32, (position_N >> 32) & _U32)
     keys = []
-    for start in (0x243F6A88 + stream, 0x85A308D3 + stream):  # fractional bits of pi: the two keys differ
-        state_N = torch.full_like(seed_N, start & _U32)
+    for start in (0x243F6A88, 0x85A308D3):  # fractional bits of pi: the two keys differ
+        state_N = torch.full_like(seed_N, start) + stream
         for index, word_N in enumerate(words):
             state_N = _fmix64_low((state_N * 5 + word_N + index * _MUL_ID) & _U32)
         keys.append(torch.where(state_N > 0x7FFFFFFF, state_N - (1 << 32), state_N).to(torch.int32))

@@ -124,6 +124,21 @@ def sample(logits_NV: Tensor, rows: SamplingRows, tp: VocabGroup, vocab_start: i
     return id_N if rows.any_filter else _reduce_pairs(value_N, id_N, tp)
 
 
+def kept_logits(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
+    """Scaled logits float32 [N, V] with -inf where a filter cuts: their softmax is what `sample` draws a row from.
+
+    logits_NV: the whole vocabulary; the rows of temperature 0 are left unscaled.
+    """
+    scaled_NV = scale_by_temperature(logits_NV, rows.temperature_N)
+    if not rows.any_filter:
+        return scaled_NV
+    if logits_NV.device.type == "cpu":
+        threshold_N = _thresholds_by_kind(scaled_NV, rows)
+    else:
+        threshold_N = _fixed_shape_thresholds(scaled_NV, rows)
+    return torch.where(scaled_NV < threshold_N[:, None], -math.inf, scaled_NV)
+
+
 def greedy_tokens(logits_NV: Tensor, tp: VocabGroup, vocab_start: int) -> Tensor:
     """The most likely id of each row, int64 [N], ties to the lowest id, equal on every rank."""
     return greedy_pairs(logits_NV, tp, vocab_start)[1]

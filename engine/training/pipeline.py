@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from engine.config.model import DrafterConfig, parse_drafter_config, parse_target_config
+from engine.config.drafter import parse_drafter_config
+from engine.config.model import DrafterConfig, parse_target_config
 from engine.tokenizer import Tokenizer
 from engine.training.acceptance import AcceptanceReport, AcceptanceSet
 from engine.training.checkpoint import drafter_config, load_weights, spread_taps

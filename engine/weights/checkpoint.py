@@ -30,6 +30,18 @@ def count_parameters(directory: Path) -> int:
     return total
 
 
+def tensor_names(directory: Path) -> frozenset[str] | None:
+    """Names of the tensors in the directory's safetensors files; None without a file.
+
+    Raises:
+        ValueError: a file that is not in safetensors format.
+    """
+    paths = [path for path in weight_files(directory) if path.is_file()]
+    if not paths:
+        return None
+    return frozenset(name for path in paths for name in json.loads(_header(path)) if name != "__metadata__")
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files a loader reads, by name: those of the index when there is one."""
     index = directory / "model.safetensors.index.json"
@@ -39,14 +51,15 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def checkpoint_identity(directory: Path) -> str:
+def checkpoint_identity(directory: Path, *, weights: bool = True) -> str:
     """A hex digest that changes when the checkpoint does, without reading the weights.
 
-    Covers config.json, and of every weight file name, size, header and modification time; for a file of the Hugging
-    Face cache, whose name there is a hash of its content, that name instead of the time.
+    weights: False for an engine that reads none of them. Covers config.json, and of every weight file name, size,
+    header and modification time; for a file of the Hugging Face cache, whose name there is a hash of its content, that
+    name instead of the time.
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in weight_files(directory):
+    for path in weight_files(directory) if weights else ():
         status = path.stat()
         blob = path.resolve()
         stamp = blob.name if blob.parent.name == "blobs" else str(status.st_mtime_ns)

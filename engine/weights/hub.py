@@ -21,18 +21,19 @@ from huggingface_hub.errors import (
 logger = logging.getLogger(__name__)
 
 # What an engine reads: configuration, weights, tokenizer and chat template; nothing of other frameworks.
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 _CONFIG_PATTERNS = ["config.json", "generation_config.json"]
+_TOKENIZER_PATTERNS = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
+_WEIGHTS_PATTERN = "*.safetensors"
 _IGNORED = ["*/*", "consolidated*"]  # subdirectories, and second copies of the weights in other names
 _DOWNLOAD_ATTEMPTS = 4
 # The base error of the HTTP client that huggingface_hub uses and does not export: httpx, or its successor in 2.x.
 _CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
-def fetch_repo(repo_id: str, revision: str | None, *, weights: bool = True) -> Path:
+def fetch_repo(repo_id: str, revision: str | None, *, weights: bool = True, tokenizer: bool = True) -> Path:
     """Download a model repository's needed files, or find them in the cache. Returns the snapshot's directory.
 
-    weights: False leaves the weight files out.
+    weights: False leaves the weight files out. tokenizer: False all but the configuration as well.
 
     Raises:
         ValueError: with what to do about it: no access (401, 403), no such repository or revision (404), offline
@@ -40,7 +41,8 @@ def fetch_repo(repo_id: str, revision: str | None, *, weights: bool = True) -> P
     """
     where = f"{repo_id!r}" + (f" at revision {revision!r}" if revision else "")
     try:
-        return _snapshot(repo_id, revision, _PATTERNS if weights else _CONFIG_PATTERNS)
+        patterns = [*_CONFIG_PATTERNS, *(_TOKENIZER_PATTERNS if tokenizer else ())]
+        return _snapshot(repo_id, revision, [*patterns, _WEIGHTS_PATTERN] if weights else patterns)
     except GatedRepoError as error:
         raise ValueError(
             f"access to {repo_id!r} is restricted (HTTP {_status(error)}): accept its terms on "

@@ -17,6 +17,7 @@ from engine.config.engine import EngineConfig
 from engine.layers.linear import Linear
 from engine.models.decoder import DecoderLayer, LayerSpec
 from engine.models.dflash import DFlashDrafter
+from engine.models.draft_head import DraftHead
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
 
@@ -186,6 +187,8 @@ def prepare_linears(model: nn.Module, *, exact: bool) -> None:
 def _fill_randomly(placements: list[Placement]) -> None:
     """Random weights for speed tests: the whole tensor is drawn, then cut, so the ranks hold one model."""
     for seed, placement in enumerate(placements):
+        if not placement.target.is_floating_point():
+            continue  # a vocabulary map: the one it was made with
         if len(placement.shape) == 1:
             placement.target.fill_(0.0 if placement.name.endswith(".bias") else 1.0)
             continue
@@ -229,6 +232,20 @@ def drafter_placements(model: DFlashDrafter, *, fuse_rank_zero: bool) -> Iterato
         yield from _layer_placements(
             layer, model.spec, f"layers.{index}.", full_heads, config.intermediate_size, fuse_rank_zero
         )
+    if model.embedding is not None:
+        vocab = (0, config.vocab_size)
+        yield _matrix("embed_tokens.weight", (config.vocab_size, H), vocab, model.embedding.data)
+    if model.head is not None:
+        yield from _head_placements(model.head, H)
+
+
+def _head_placements(head: DraftHead, hidden_size: int) -> Iterator[Placement]:
+    size = head.draft_vocab_size
+    mine = (head.vocab.start, head.vocab.start + head.vocab.real)
+    yield _matrix("lm_head.weight", (size, hidden_size), mine, head.linear.weight.data)
+    for name, values in (("d2t", head.d2t), ("t2d", head.t2d)):
+        if values is not None:
+            yield _vector(name, values.shape[0], (0, values.shape[0]), values)
 
 
 def _layer_placements(

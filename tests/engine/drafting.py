@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from engine.llm import LLM
+from engine.sampling.filters import FilterFlags
 
 Proposal = Callable[[int, int], int]  # (slot, position) -> token id
 
@@ -19,8 +20,8 @@ def propose(llm: LLM, proposal: Proposal) -> None:
     program = runner._draft_program
     real = program.draft
 
-    def draft(slots_S: torch.Tensor, plan_draft_len: int) -> None:
-        real(slots_S, plan_draft_len)
+    def draft(slots_S: torch.Tensor, plan_draft_len: int, flags: FilterFlags) -> None:
+        real(slots_S, plan_draft_len, flags)
         state = runner.state
         for slot in slots_S.tolist():
             count = int(state.draft_count[slot])

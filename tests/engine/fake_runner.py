@@ -9,7 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.config.engine import EngineConfig
-from engine.config.model import DrafterConfig, RopeConfig, TargetConfig
+from engine.config.model import DrafterConfig, TargetConfig
+from engine.config.rope import RopeConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from engine.step import Finish, RowResult, SlotInit, StepPlan, StepResult

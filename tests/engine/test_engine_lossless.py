@@ -37,11 +37,13 @@ def reference(target: Path, prompt: list[int], num_tokens: int = NUM_TOKENS) -> 
     return out[0].tolist()
 
 
-def engine(models: tuple[Path, Path], draft_len: int | None, **options) -> LLM:
+def engine(models: tuple[Path, Path], draft_len: int | None, rejection: bool = False, **options) -> LLM:
     target, drafter = models
     spec = None
     if draft_len is not None:
-        spec = DFlashDecodingConfig(max_draft_len=draft_len, speculative_model=str(drafter))
+        spec = DFlashDecodingConfig(
+            max_draft_len=draft_len, speculative_model=str(drafter), use_rejection_sampling=rejection
+        )
     settings = dict(
         dtype="float32", max_model_len=160, max_num_seqs=4, max_num_batched_tokens=64, block_size=8, num_blocks=120
     )
@@ -108,6 +110,25 @@ def test_seeded_sampling_ignores_drafts_and_neighbours(models, depth):
         mixed_truth(llm, {1000 + i: t for i, t in enumerate(alone)}, p_right=0.75, seed=2)
         assert ids(llm.generate(texts[::-1], params[::-1]))[::-1] == alone
         assert llm.core.counters().num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_rejection_sampling_is_reproducible(models, depth, draft_sampling):
+    """A seeded request's tokens depend on neither its neighbours nor the order of the batch; greedy ones stay exact."""
+    texts = prompts(5, seed=9)
+    params = [
+        SamplingParams(temperature=(0.9, 0.0)[i == 2], top_p=0.9, top_k=(0, 40)[i % 2], max_tokens=30, seed=50 + i)
+        for i in range(5)
+    ]
+    options = dict(rejection=True, draft_sampling=draft_sampling, pipeline_depth=depth)
+    with engine(models["qwen3"], 7, **options) as llm:
+        alone = [ids(llm.generate([t], [p]))[0] for t, p in zip(texts, params, strict=True)]
+        assert ids(llm.generate(texts[::-1], params[::-1]))[::-1] == alone
+    with engine(models["qwen3"], None) as plain:
+        exact = ids(plain.generate(texts, params))
+    assert alone[2] == exact[2]
+    assert alone != exact
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -189,8 +210,8 @@ def test_chunking_never_changes_the_drafts(models):
         program = llm._rank.runner._draft_program
         real = program.draft
 
-        def record(slots_S, draft_len):
-            real(slots_S, draft_len)
+        def record(slots_S, draft_len, flags):
+            real(slots_S, draft_len, flags)
             state = llm._rank.runner.state
             for slot in slots_S.tolist():
                 count = int(state.draft_count[slot])
@@ -235,8 +256,8 @@ def test_preemption_never_changes_the_drafts(models, depth):
         program, state, seen = llm._rank.runner._draft_program, llm._rank.runner.state, {}
         real = program.draft
 
-        def record(slots_S, draft_len):
-            real(slots_S, draft_len)
+        def record(slots_S, draft_len, flags):
+            real(slots_S, draft_len, flags)
             for slot in slots_S.tolist():
                 count = int(state.draft_count[slot])
                 if count:
@@ -277,8 +298,11 @@ def test_logprobs_are_the_raw_models(models):
         assert list(entry.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("draft_len", [None, 7])
-def test_temperature_one_has_the_models_distribution(models, draft_len):
+@pytest.mark.parametrize(
+    ("draft_len", "rejection", "draft_sampling"),
+    [(None, False, None), (7, False, "greedy"), (7, True, "greedy"), (7, True, "probabilistic")],
+)
+def test_temperature_one_has_the_models_distribution(models, draft_len, rejection, draft_sampling):
     """First two tokens after one prompt, 1,500 seeds: chi-square against exact probabilities."""
     from scipy.stats import chisquare
 
@@ -286,8 +310,9 @@ def test_temperature_one_has_the_models_distribution(models, draft_len):
     text = prompts(1, seed=18)[0]
     count = 1500
     params = [SamplingParams(temperature=1.0, max_tokens=3, seed=i, ignore_eos=True) for i in range(count)]
-    with engine(models["qwen3"], draft_len, max_num_seqs=32, num_blocks=1200, max_num_batched_tokens=2048) as llm:
-        if draft_len is not None:
+    roomy = dict(max_num_seqs=32, num_blocks=1200, max_num_batched_tokens=2048, draft_sampling=draft_sampling)
+    with engine(models["qwen3"], draft_len, rejection=rejection, **roomy) as llm:
+        if draft_sampling == "greedy":  # the other drafts must be the draws they claim to be
             guess = ids(llm.generate([text], greedy(1, 3)))[0]
             mixed_truth(llm, {i: guess for i in range(count)}, p_right=0.9, seed=1)
         outputs = llm.generate([text] * count, params)

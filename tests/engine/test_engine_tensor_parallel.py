@@ -47,8 +47,8 @@ def trace(llm: LLM) -> dict:
     drafts, program = [], llm._rank.runner._draft_program
     real = program.draft
 
-    def record(slots_S, draft_len):
-        real(slots_S, draft_len)
+    def record(slots_S, draft_len, flags):
+        real(slots_S, draft_len, flags)
         drafts.append(llm._rank.runner.state.draft_tokens[slots_S, :draft_len].tolist())
 
     program.draft = record
@@ -85,9 +85,9 @@ def trace(llm: LLM) -> dict:
     }
 
 
-def run(models, **options) -> dict:
+def run(models, rejection: bool, **options) -> dict:
     target, drafter = models
-    spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter))
+    spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter), use_rejection_sampling=rejection)
     with LLM(str(target), speculative_config=spec, num_blocks=27, **(BASE | options)) as llm:
         rows = []
         if options.get("tensor_parallel_size", 1) > 1:
@@ -104,11 +104,13 @@ def run(models, **options) -> dict:
         return result
 
 
-@pytest.mark.parametrize("gather", ["taps", "fused"])
-def test_two_ranks_equal_one(models, gather):
-    one = run(models)
-    two = run(models, tensor_parallel_size=2, hidden_state_gather=gather)
-    assert one["accepted"] > 20 and one["preemptions"] > 0, "the run was meant to accept drafts and to preempt"
+@pytest.mark.parametrize(
+    ("gather", "rejection", "draft_sampling"), [("taps", False, "coupled"), ("fused", True, "probabilistic")]
+)
+def test_two_ranks_equal_one(models, gather, rejection, draft_sampling):
+    one = run(models, rejection, draft_sampling=draft_sampling)
+    two = run(models, rejection, draft_sampling=draft_sampling, tensor_parallel_size=2, hidden_state_gather=gather)
+    assert one["accepted"] > 15 and one["preemptions"] > 0, "the run was meant to accept drafts and to preempt"
     assert two["tokens"] == one["tokens"]
     assert two["drafts"] == one["drafts"]
     calls, num_bytes = two["gathers"]

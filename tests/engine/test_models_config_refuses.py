@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.config.model import TargetConfig, parse_drafter_config, parse_target_config
+from engine.config.drafter import parse_drafter_config
+from engine.config.model import TargetConfig, parse_target_config
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -77,6 +78,12 @@ TARGET_CASES: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["sliding_attention"]}, "layer_types sliding_attention are not supported by this version"),
     ({"use_sliding_window": True, "sliding_window": 9}, "use_sliding_window=true is not supported by this version"),
     ({"eos_token_id": ["x"]}, "eos_token_id must hold token ids, got 'x'"),
+    ({"eos_token_id": 131}, "eos_token_id 131 is outside the vocabulary (0..130)"),
+    ({"eos_token_id": [2, -1]}, "eos_token_id -1 is outside the vocabulary (0..130)"),
+    (
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "longrope"}},
+        "rope_parameters.rope_type 'default' and rope_scaling.rope_type 'longrope' contradict each other",
+    ),
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type 'longrope' is not supported by this version"),
     ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type 'dynamic' is not supported"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing; rope_type 'linear' needs it"),
@@ -91,22 +98,32 @@ TARGET_CASES: list[tuple[dict[str, Any], str]] = [
 DRAFTER_CASES: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["DFlash2DraftModel"]}, "architecture 'DFlash2DraftModel' is not supported by this version"),
     ({"architectures": ["DSparkDraftModel"]}, "architecture 'DSparkDraftModel' is not supported by this version"),
-    ({"speculators_model_type": "dflash"}, "the speculators format is not supported by this version"),
+    ({"architectures": ["Eagle3LlamaForCausalLM"]}, "architecture 'Eagle3LlamaForCausalLM' is not supported"),
+    ({"markov_rank": 256}, "markov_rank=256 is not supported by this version"),
+    ({"selector_rank": 256}, "selector_rank=256 is not supported by this version"),
+    ({"conv_kernel_size": 2}, "conv_kernel_size=2 is not supported by this version"),
     ({"dspark_config": {"markov_rank": 256}}, "dspark_config={'markov_rank': 256} is not supported by this version"),
     ({"dflash_config": [1]}, "dflash_config must be an object"),
-    ({"dflash_config.sample_from_anchor": True}, "dflash_config.sample_from_anchor=True is not supported"),
-    ({"sample_from_anchor": True}, "sample_from_anchor=True is not supported by this version"),
+    (
+        {"dflash_config.sample_from_anchor": True},
+        "dflash_config.sample_from_anchor=True is not supported for DFlash. DFlash uses a fixed 1+N query layout where "
+        "the anchor is the bonus token.",
+    ),
+    ({"sample_from_anchor": True}, "config.json: sample_from_anchor=True is not supported for DFlash."),
+    ({"shift_label": True}, "config.json: shift_label=True is not supported by this version"),
     ({"dflash_config.shift_label": True}, "dflash_config.shift_label=True is not supported by this version"),
     ({"dflash_config.projector_type": "mlp"}, "dflash_config.projector_type='mlp' is not supported by this version"),
-    ({"dflash_config.causal": True}, "dflash_config.causal=True is not supported by this version"),
-    ({"is_causal": True}, "is_causal=True is not supported by this version"),
-    ({"dflash_config.use_swa": True}, "dflash_config.use_swa=True is not supported by this version"),
-    ({"dflash_config.selector_rank": 8}, "dflash_config.selector_rank is not supported by this version"),
-    ({"draft_vocab_size": 64}, "draft_vocab_size=64 (a reduced draft vocabulary) is not supported"),
+    ({"dflash_config.causal": "yes"}, "is_causal and dflash_config.causal must be true or false, got 'yes'"),
+    ({"dflash_config.use_swa": True}, "sliding_window is missing"),
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window is missing"),
+    ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "sliding_window must be an integer >= 1, got 0"),
+    ({"layer_types": ["full_attention"]}, "layer_types must name each of the 2 layers, got ['full_attention']"),
+    ({"layer_types": ["linear_attention"] * 2}, "layer_types linear_attention are not supported by this version"),
     (
-        {"layer_types": ["sliding_attention", "full_attention"]},
-        "layer_types sliding_attention are not supported by this version",
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": False},
+        "use_sliding_window=false contradicts the sliding_attention in layer_types",
     ),
+    ({"dflash_config.selector_rank": 8}, "dflash_config.selector_rank is not supported by this version"),
     (
         {"dflash_config.mask_token_id": REMOVE},
         "DFlash requires mask_token_id to be set. Please set it in DFlashDecodingConfig or ensure the draft model "
@@ -123,6 +140,10 @@ DRAFTER_CASES: list[tuple[dict[str, Any], str]] = [
     ({"block_size": REMOVE}, "block_size is missing"),
     ({"block_size": 1}, "block_size must be an integer >= 2, got 1"),
     ({"vocab_size": 130}, "vocab_size=130 differs from the target's 131"),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+        "rope_scaling.rope_type 'longrope' is not supported by this version; supported: default, linear, llama3, yarn",
+    ),
     ({"hidden_size": 40}, "hidden_size=40 differs from the target's 48"),
     ({"target_hidden_size": 40}, "target_hidden_size=40 differs from the target's 48"),
     ({"num_target_layers": 36}, "num_target_layers=36, but the target has 5 layers"),

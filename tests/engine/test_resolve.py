@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from engine.config import draft_sampling
 from engine.config.capacity import penalty_workspace_bytes
 from engine.config.decoding import DFlashDecodingConfig
 from engine.config.draft_lengths import resolve_choices, rows_of_largest_step
@@ -172,7 +173,12 @@ def test_given_values_arrive(target: Path, drafter: Path) -> None:
         ({"device": "cuda"}, "device: 'cuda' needs an NVIDIA GPU and a CUDA build of torch, and none is visible"),
         ({"drafter_weights": "int4"}, "drafter_weights: must be one of auto, model, int8, got 'int4'"),
         ({"hidden_state_gather": "both"}, "hidden_state_gather: must be one of taps, fused, got 'both'"),
-        ({"load_format": "dummy"}, "load_format: must be one of auto, safetensors, got 'dummy'"),
+        ({"load_format": "pt"}, "load_format: must be one of auto, safetensors, dummy, got 'pt'"),
+        ({"draft_sampling": "random"}, "draft_sampling: must be one of greedy, coupled, probabilistic, got 'random'"),
+        (
+            {"draft_sampling": "probabilistic"},
+            "draft_sampling: 'probabilistic' needs speculative_config.use_rejection_sampling: true",
+        ),
         ({"pipeline_depth": 2}, "pipeline_depth: must be 0 or 1, got 2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: must be at least 1, got 0"),
         ({"threads": 0}, "threads: must be at least 1, got 0"),
@@ -214,8 +220,10 @@ def test_bad_options(target: Path, drafter: Path, options: dict[str, Any], messa
             "speculative_config.max_draft_len: DFlash checkpoint was trained with block_size=16. Lower max_draft_len "
             "to at most 15. Current max_draft_len=20.",
         ),
-        ({"load_format": "dummy"}, "speculative_config.load_format: must be one of auto, safetensors, got 'dummy'"),
-        ({"use_rejection_sampling": True}, "speculative_config.use_rejection_sampling: not supported by this version"),
+        (
+            {"load_format": "npcache"},
+            "speculative_config.load_format: must be one of auto, safetensors, dummy, got 'npcache'",
+        ),
         (
             {"attention_backend": "TRTLLM"},
             "speculative_config.attention_backend: DFlash TRTLLM attention backend is unavailable: requires SM100 or "
@@ -259,9 +267,98 @@ def test_trtllm_backend_where_it_runs(target: Path, drafter: Path, monkeypatch: 
         resolve(target, spec(drafter, attention_backend="TRTLLM"), dtype="float32", **options)
 
 
-def test_draft_len_choices_without_a_drafter(target: Path) -> None:
-    with pytest.raises(ValueError, match="draft_len_choices: has no effect without speculative_config"):
-        resolve(target, draft_len_choices=[0, 3])
+@pytest.mark.parametrize("options", [{"draft_len_choices": [0, 3]}, {"draft_sampling": "greedy"}], ids=str)
+def test_drafting_options_without_a_drafter(target: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: has no effect without speculative_config"):
+        resolve(target, **options)
+
+
+NO_FLASHINFER = (
+    "speculative_config.use_rejection_sampling: use_rejection_sampling=True requires FlashInfer, which is not "
+    "available in this environment. Install flashinfer-python or set use_rejection_sampling=False."
+)
+OLD_FLASHINFER = "Rejection sampling for one-model speculative decoding requires flashinfer>=0.6.4, found 0.6.3"
+
+
+class InheritsRejection(DFlashDecodingConfig):
+    """A user's own default: not the same as a value that was asked for."""
+
+    use_rejection_sampling: bool = True
+
+
+@pytest.mark.parametrize(
+    ("rejection", "sampling", "device", "flashinfer", "expected"),
+    [
+        (False, None, "cpu", None, ("coupled", False)),
+        (False, "greedy", "cpu", None, ("greedy", False)),
+        (True, None, "cpu", None, ("greedy", True)),
+        (True, None, "cuda", None, ("greedy", True)),
+        (True, "probabilistic", "cpu", None, ("probabilistic", True)),
+        (True, "probabilistic", "cuda", (0, 6, 4), ("probabilistic", True)),
+        (True, "probabilistic", "cuda", None, NO_FLASHINFER),
+        (True, "probabilistic", "cuda", (0, 6, 3), OLD_FLASHINFER),
+        (True, "coupled", "cpu", None, "use_rejection_sampling=True is not supported for this configuration: draft_"),
+        (InheritsRejection, "coupled", "cpu", None, ("coupled", False)),
+        (InheritsRejection, None, "cpu", None, ("greedy", True)),
+        (InheritsRejection, "probabilistic", "cuda", None, "'probabilistic' needs speculative_config.use_rejection"),
+    ],
+)
+def test_rejection_sampling_is_kept_refused_or_dropped(
+    target: Path,
+    drafter: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rejection: bool | type,
+    sampling: str | None,
+    device: str,
+    flashinfer: tuple[int, ...] | None,
+    expected: tuple[str, bool] | str,
+) -> None:
+    """A value that the config itself gives is kept or refused; one that a default brought in is dropped."""
+    monkeypatch.setattr(draft_sampling, "_flashinfer_version", lambda: flashinfer)
+    if isinstance(rejection, bool):
+        given = spec(drafter, use_rejection_sampling=rejection)
+    else:
+        given = rejection(max_draft_len=7, speculative_model=drafter)
+    options: dict[str, Any] = {"draft_sampling": sampling, "device": device, "machine": H200}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            resolve(target, given, **options)
+    else:
+        config = resolve(target, given, **options)
+        assert (config.draft_sampling, config.use_rejection_sampling) == expected
+
+
+def test_draft_probabilities_are_part_of_the_memory(target: Path, drafter: Path) -> None:
+    given = spec(drafter, use_rejection_sampling=True)
+    config = resolve(target, given, draft_sampling="probabilistic", tensor_parallel_size=3)
+    assert config.padded_vocab_size == 66
+    assert config.draft_logits_bytes == 4 * 17 * 7 * 66
+    small = Machine(cores=2, memory_bytes=config.draft_logits_bytes, accelerator=None)
+    with pytest.raises(ValueError, match=r"\+ draft probabilities 0\.03 MiB per rank \+"):
+        resolve(target, given, draft_sampling="probabilistic", num_blocks=34, machine=small)
+
+
+@pytest.mark.parametrize("of_target", [True, False])
+def test_dummy_weights_need_no_checkpoint(tmp_path: Path, target: Path, drafter: Path, of_target: bool) -> None:
+    """Either model can be random while the other is read."""
+    bare = write_checkpoint(tmp_path / "bare", TARGET if of_target else DRAFTER)
+    (bare / "model.safetensors").unlink()
+    if of_target:
+        config = resolve(bare, spec(drafter), load_format="dummy")
+        assert (config.load_format, config.drafter_load_format) == ("dummy", "auto")
+        with pytest.raises(ValueError, match=r"has no \.safetensors files"):
+            resolve(bare, spec(drafter))
+    else:
+        config = resolve(target, spec(bare, load_format="dummy"))
+        assert (config.load_format, config.drafter_load_format) == ("auto", "dummy")
+        with pytest.raises(ValueError, match=r"speculative_config\.speculative_model: .* has no \.safetensors files"):
+            resolve(target, spec(bare))
+    # Matrices of 4 layers with 6 + 3 + 3 + 6 heads of 8, and the tied embedding; 2 layers and fc of 2 taps.
+    elements = 4 * (18 * 8 * 32 + 3 * 32 * 48) + 64 * 32 if of_target else 2 * (18 * 8 * 32 + 3 * 32 * 48) + 2 * 32 * 32
+    tight = Machine(cores=2, memory_bytes=2 * elements, accelerator=None)
+    given = {"load_format": "dummy"} if of_target else {"speculative_config": spec(bare, load_format="dummy")}
+    with pytest.raises(ValueError, match="num_blocks: weights"):
+        resolve(bare if of_target else target, num_blocks=34, machine=tight, **given)
 
 
 @pytest.mark.parametrize(

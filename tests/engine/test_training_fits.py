@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.config.model import parse_drafter_config
+from engine.config.drafter import parse_drafter_config
 from engine.training.acceptance import AcceptanceSet, walk
 from engine.training.checkpoint import DRAFTER_DIR, drafter_config, load_weights, save_drafter, spread_taps
 from engine.training.corpus import Corpus, PackedRows, pack

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config.model import parse_drafter_config, parse_target_config
+from engine.config.drafter import parse_drafter_config
+from engine.config.model import parse_target_config
 from engine.training.corpus import Corpus
 from engine.training.pipeline import PROMPTS_FILE, RUN_DIR, TrainJob, evaluate, fit, write_corpus
 from engine.training.prompts import TurnWriter, chat_prompts, save_prompts

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 
 @dataclass(kw_only=True)
@@ -32,22 +34,47 @@ class LoopResult:
 
 
 class ReferenceDrafter:
-    """The drafter's forward pass over explicit context states."""
+    """The drafter's forward pass over explicit context states; z-lab's or speculators' files.
+
+    target_ids: what the rows of its own head stand for, None without one. sees: per layer (causal, window or None).
+    """
 
     def __init__(self, directory: str | Path, dtype: torch.dtype = torch.float32) -> None:
         raw = json.loads((Path(directory) / "config.json").read_text())
-        self.weights = {name: w.to(dtype) for name, w in load_file(Path(directory) / "model.safetensors").items()}
-        dflash = raw["dflash_config"]
+        stored = load_file(Path(directory) / "model.safetensors")
+        self.weights = {name: w.to(dtype) for name, w in stored.items() if w.is_floating_point()}
+        self.target_ids: Tensor | None = None
+        if "lm_head.weight" in stored:
+            self.target_ids = torch.arange(stored["lm_head.weight"].shape[0]) + stored.get("d2t", 0)
+        dflash = raw.get("dflash_config", raw)
         self.mask_token_id: int = dflash["mask_token_id"]
-        self.target_layer_ids: list[int] = dflash["target_layer_ids"]
+        if "transformer_layer_config" in raw:
+            self.target_layer_ids = [i - 1 for i in raw["aux_hidden_state_layer_ids"]]
+            sliding_causal = not raw["sliding_window_non_causal"]
+            raw = raw | raw["transformer_layer_config"]
+        else:
+            self.target_layer_ids = dflash["target_layer_ids"]
+            sliding_causal = not dflash.get("use_swa")
+        kinds = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
+        window = dflash.get("swa_window_size") or raw.get("sliding_window")
+        self.sees = [
+            (raw.get("is_causal", slides and sliding_causal), window if slides else None)
+            for slides in (kind == "sliding_attention" for kind in kinds)
+        ]
         self.block_size: int = raw.get("block_size") or dflash["block_size"]
         self.num_layers: int = raw["num_hidden_layers"]
         self.heads: int = raw["num_attention_heads"]
         self.kv_heads: int = raw["num_key_value_heads"]
         self.head_dim: int = raw["head_dim"]
         self.eps: float = raw["rms_norm_eps"]
-        assert not raw.get("rope_scaling")
-        self.theta: float = raw["rope_theta"]
+        rope = raw.get("rope_scaling") or {"rope_type": "default"}
+        self.rotary = Qwen3RotaryEmbedding(
+            Qwen3Config(
+                head_dim=self.head_dim,
+                max_position_embeddings=raw["max_position_embeddings"],
+                rope_parameters={"rope_theta": raw["rope_theta"], **rope},
+            )
+        )
 
     def context(self, taps_CX: Tensor) -> Tensor:
         """[C, taps * H] -> [C, H], shared by all layers."""
@@ -69,12 +96,33 @@ class ReferenceDrafter:
             k = self._rope(k, torch.arange(start + W))
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) / self.head_dim**0.5
+            scores = scores.masked_fill(self._hidden(index, start, W), float("-inf"))
             mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(W, -1)
             x = x + mixed @ self.weights[prefix + "self_attn.o_proj.weight"].T
             h = self._norm(x, prefix + "post_attention_layernorm.weight")
             gate, up = (h @ self.weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
         return self._norm(x, "norm.weight")
+
+    def _hidden(self, layer: int, start: int, W: int) -> Tensor:
+        """[W, start + W], True where the layer's query must not look."""
+        causal, window = self.sees[layer]
+        query, key = torch.arange(start, start + W)[:, None], torch.arange(start + W)
+        hidden = (key > query) & causal
+        return hidden if window is None else hidden | (key <= query - window)
+
+    def embed(self, target: nn.Module, ids: list[int]) -> Tensor:
+        """By its own embedding, or else the target's."""
+        own = self.weights.get("embed_tokens.weight")
+        return target.get_input_embeddings()(torch.tensor(ids)) if own is None else own[torch.tensor(ids)]
+
+    def logits(self, target: nn.Module, hidden: Tensor) -> Tensor:
+        """Over the target's vocabulary; -inf for ids that its own head has no row for."""
+        if self.target_ids is None:
+            return target.get_output_embeddings()(hidden)
+        own = hidden @ self.weights["lm_head.weight"].T
+        whole = own.new_full((own.shape[0], target.config.vocab_size), float("-inf"))
+        return whole.index_copy(1, self.target_ids, own)
 
     def _heads(self, x: Tensor, name: str, count: int) -> Tensor:
         projected = (x @ self.weights[name + "_proj.weight"].T).view(x.shape[0], count, self.head_dim)
@@ -84,11 +132,9 @@ class ReferenceDrafter:
         return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weights[name]
 
     def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        half = self.head_dim // 2
-        angles = positions[:, None].float() / self.theta ** (torch.arange(half).float() / half)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        cos, sin = (t[0, :, None] for t in self.rotary(x, positions[None]))
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
 def run_target(target: nn.Module, ids: list[int], target_layer_ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -109,8 +155,6 @@ def dflash_generate(
 ) -> LoopResult:
     """Greedy decoding with at most `draft_len` drafts a step (fewer when fewer tokens may still be emitted)."""
     assert 0 <= draft_len < drafter.block_size
-    embed = target.get_input_embeddings()
-    head = target.get_output_embeddings()
     logits, taps = run_target(target, prompt_ids, drafter.target_layer_ids)
     tokens = [*prompt_ids, int(logits[-1].argmax())]
     result = LoopResult(tokens=[])
@@ -123,8 +167,8 @@ def dflash_generate(
         k = min(draft_len, max_new_tokens - len(generated) - 1)
         anchor = len(tokens) - 1
         block = [tokens[-1], *[drafter.mask_token_id] * (drafter.block_size - 1)]
-        hidden = drafter.block(embed(torch.tensor(block)), drafter.context(taps), anchor)
-        drafts = head(hidden[1 : k + 1]).argmax(-1).tolist()
+        hidden = drafter.block(drafter.embed(target, block), drafter.context(taps), anchor)
+        drafts = drafter.logits(target, hidden[1 : k + 1]).argmax(-1).tolist()
 
         logits, taps = run_target(target, tokens + drafts, drafter.target_layer_ids)
         posterior = logits[anchor:].argmax(-1).tolist()

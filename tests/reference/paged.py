@@ -12,8 +12,9 @@ from torch import Tensor
 
 from engine.attention.context import AttentionContext, AttentionGroup
 from engine.attention.kv_cache_tensors import KvCache
+from engine.config.drafter import parse_drafter_config
 from engine.config.engine import EngineConfig
-from engine.config.model import parse_drafter_config, parse_target_config
+from engine.config.model import parse_target_config
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel, TargetOutput
 from engine.parallel.tp_group import TpGroup

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -120,8 +120,7 @@ def fit_drafter(
             for p in prompts
         ]
         taps = [run_target(target, text[0].tolist(), drafter.target_layer_ids)[1] for text in texts]
-        embedding = target.get_input_embeddings().weight.clone()
-        head = target.get_output_embeddings().weight.clone()
+    target.requires_grad_(False)
     for weight in drafter.weights.values():
         weight.requires_grad_(True)
     optimiser = torch.optim.Adam(drafter.weights.values(), lr=2e-2)
@@ -129,10 +128,63 @@ def fit_drafter(
         loss = torch.zeros(())
         for text, tap in zip(texts, taps, strict=True):
             anchor = int(torch.randint(4, text.shape[1] - W, (), generator=generator))
-            block = torch.tensor([int(text[0, anchor]), *[drafter.mask_token_id] * (W - 1)])
-            hidden = drafter.block(embedding[block], drafter.context(tap[:anchor]), anchor)
-            loss = loss + nn.functional.cross_entropy(hidden[1:] @ head.T, text[0, anchor + 1 : anchor + W])
+            block = [int(text[0, anchor]), *[drafter.mask_token_id] * (W - 1)]
+            hidden = drafter.block(drafter.embed(target, block), drafter.context(tap[:anchor]), anchor)
+            labels, logits = text[0, anchor + 1 : anchor + W], drafter.logits(target, hidden[1:])
+            kept = logits.gather(1, labels[:, None])[:, 0].isfinite()  # a cut vocabulary has no row for the others
+            if bool(kept.any()):
+                loss = loss + nn.functional.cross_entropy(logits[kept], labels[kept])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    save_file({name: w.detach().contiguous() for name, w in drafter.weights.items()}, directory / "model.safetensors")
+    save_file(
+        load_file(directory / "model.safetensors")
+        | {name: w.detach().contiguous() for name, w in drafter.weights.items()},
+        directory / "model.safetensors",
+    )
+
+
+def as_speculators(directory: Path, target: nn.Module, draft_ids: list[int], **overrides: Any) -> None:
+    """Rewrites the drafter in `directory` in the speculators format, with an embedding and a head of its own whose rows
+    stand for the ascending `draft_ids`."""
+    raw = json.loads((directory / "config.json").read_text())
+    backbone = {
+        key: value
+        for key, value in raw.items()
+        if key not in ("architectures", "dflash_config", "block_size", "num_target_layers")
+    }
+    (directory / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["DFlashSpeculator"],
+                "speculators_model_type": "dflash",
+                "speculators_config": {"algorithm": "dflash"},
+                "transformer_layer_config": backbone,
+                "draft_vocab_size": len(draft_ids),
+                "block_size": raw["block_size"],
+                "aux_hidden_state_layer_ids": [i + 1 for i in raw["dflash_config"]["target_layer_ids"]],
+                "mask_token_id": raw["dflash_config"]["mask_token_id"],
+                "sliding_window_non_causal": False,
+                **overrides,
+            }
+        )
+    )
+    ids = torch.tensor(draft_ids)
+    t2d = torch.zeros(raw["vocab_size"], dtype=torch.bool)
+    t2d[ids] = True
+    generator = torch.Generator().manual_seed(3)
+
+    def near(weight: torch.Tensor) -> torch.Tensor:
+        """Other values than the target's, so that taking the wrong one shows."""
+        return (weight.detach() + torch.randn(weight.shape, generator=generator) * 0.02).contiguous()
+
+    save_file(
+        load_file(directory / "model.safetensors")
+        | {
+            "embed_tokens.weight": near(target.get_input_embeddings().weight),
+            "lm_head.weight": near(target.get_output_embeddings().weight[ids]),
+            "d2t": ids - torch.arange(len(ids)),
+            "t2d": t2d,
+        },
+        directory / "model.safetensors",
+    )
