@@ -5,6 +5,7 @@ from typing import Literal
 
 from engine.config.decoding import DFlashDecodingConfig
 from engine.config.machine import Machine
+from engine.config.model import DrafterConfig
 
 AttentionBackend = Literal["VANILLA", "TRTLLM"]
 _FIELD = "speculative_config.attention_backend"
@@ -28,14 +29,18 @@ def check_attention_backend(backend: AttentionBackend, device: str, machine: Mac
         raise ValueError(f"{_FIELD}: TRTLLM needs the package flashinfer-python; install it, or use VANILLA")
 
 
-def resolve_drafter_attention(config: DFlashDecodingConfig | None, dtype: str) -> AttentionBackend:
+def resolve_drafter_attention(
+    config: DFlashDecodingConfig | None, dtype: str, drafter: DrafterConfig | None
+) -> AttentionBackend:
     """The drafter's backend; VANILLA without a drafter.
 
     Raises:
-        ValueError: TRTLLM in a dtype that its kernels do not take.
+        ValueError: TRTLLM in a dtype or for a drafter that its kernels do not take.
     """
     if config is None or config.attention_backend == "VANILLA":
         return "VANILLA"
     if dtype != "bfloat16":
         raise ValueError(f"{_FIELD}: TRTLLM needs dtype bfloat16, got {dtype}; use VANILLA")
+    if drafter is not None and any(layer.window is not None and not layer.causal for layer in drafter.attention):
+        raise ValueError(f"{_FIELD}: TRTLLM has no kernel for a sliding window that is not causal; use VANILLA")
     return "TRTLLM"

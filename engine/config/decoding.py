@@ -93,7 +93,11 @@ class DecodingBaseConfig(BaseModel):
         description="Batch size (inclusive upper bound) -> draft length. {4: 4, 8: 2, 32: 1}: 1-4 -> 4, 5-8 -> 2, "
         "9-32 -> 1, above 32 -> 0. The smallest key's value must be max_draft_len.",
     )
-    load_format: str | None = Field(default=None, description="Weight format of the drafter.")
+    load_format: str | None = Field(
+        default=None,
+        description="Weight format of the drafter: auto (the default), safetensors, or dummy, random weights for "
+        "measurements.",
+    )
     acceptance_rate_window_size: NonNegativeInt | None = Field(
         default=None,
         description="Steps with drafts over which the acceptance rate is averaged. None or 0: no acceptance gate.",
@@ -188,8 +192,9 @@ class DecodingBaseConfig(BaseModel):
 
     @model_validator(mode="after")
     def validate_rejection_sampling_config(self) -> "DecodingBaseConfig":
-        """Keeps `use_rejection_sampling` as given: no algorithm here combines with suffix automata, the one case that
-        switches an inherited value off."""
+        """Keeps `use_rejection_sampling` as given: what excludes it (the way drafts are chosen, a missing FlashInfer) is
+        known when an engine is made, and `engine.config.draft_sampling` then refuses an explicit value and drops an
+        inherited one."""
         return self
 
     @property

@@ -167,7 +167,7 @@ def resolve_engine_config(
         drafter_tensor_parallel=drafter_tensor_parallel,
         hidden_state_gather=cast(Literal["taps", "fused"], hidden_state_gather),
         drafter_weights=_resolve_drafter_weights(drafter_weights, drafter, device, resolved_dtype),
-        drafter_attention=resolve_drafter_attention(speculative_config, resolved_dtype),
+        drafter_attention=resolve_drafter_attention(speculative_config, resolved_dtype, drafter),
         max_model_len=resolved_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
