@@ -31,7 +31,7 @@ def models(tmp_path_factory):
     return target, make_drafter(root / "drafter", target)
 
 
-def build(models, decode_programs: str, **options) -> LLM:
+def build(models, decode_programs: str, rejection: bool = False, **options) -> LLM:
     target, drafter = models
     settings = dict(
         dtype="float32",
@@ -43,7 +43,12 @@ def build(models, decode_programs: str, **options) -> LLM:
         draft_len_choices=[0, 2, 7],
         threads=1,
     )
-    spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter), draft_len_schedule={2: 7, 4: 2, 5: 0})
+    spec = DFlashDecodingConfig(
+        max_draft_len=7,
+        speculative_model=str(drafter),
+        draft_len_schedule={2: 7, 4: 2, 5: 0},
+        use_rejection_sampling=rejection,
+    )
     return LLM(str(target), speculative_config=spec, decode_programs=decode_programs, **(settings | options))
 
 
@@ -121,6 +126,12 @@ def test_random_schedules(models, seed, options):
     assert len(used & {*Variant}) >= 2, "several variants of D were meant to be used"
     assert len({key[0] for key in used if isinstance(key, tuple)}) >= 3, "several buckets were meant to be used"
     assert len({key[1] for key in used if isinstance(key, tuple)}) >= 2, "several draft lengths were meant to be used"
+
+
+def test_rejection_sampling(models):
+    options = {"rejection": True, "draft_sampling": "probabilistic"}
+    with build(models, "eager", **options) as eager, build(models, "repeated", **options) as repeated:
+        assert drive(repeated, 6) == drive(eager, 6)
 
 
 def note(used: set, key: object, run):
