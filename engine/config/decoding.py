@@ -192,9 +192,11 @@ class DecodingBaseConfig(BaseModel):
 
     @model_validator(mode="after")
     def validate_rejection_sampling_config(self) -> "DecodingBaseConfig":
-        """Keeps `use_rejection_sampling` as given: what excludes it (the way drafts are chosen, a missing FlashInfer) is
-        known when an engine is made, and `engine.config.draft_sampling` then refuses an explicit value and drops an
-        inherited one."""
+        """Keeps `use_rejection_sampling` as given.
+
+        What excludes it (the way drafts are chosen, a missing FlashInfer) is known when an engine is made: there
+        `engine.config.draft_sampling` refuses an explicit value and drops an inherited one.
+        """
         return self
 
     @property

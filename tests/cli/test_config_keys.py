@@ -168,10 +168,10 @@ WRONG = [
         0.5,
         "engine.synthetic_acceptance_length: input should be greater than or equal to 1, got 0.5",
     ),
+    ("engine.unsafe_dummy_weights", 1, "engine.unsafe_dummy_weights: input should be a valid boolean, got 1"),
     ("simulation.steps", "none.yaml", "simulation.steps: no such file: /none.yaml"),
     ("simulation.acceptance", "none.yaml", "simulation.acceptance: no such file: /none.yaml"),
     ("simulation.speed", 0, "simulation.speed: input should be greater than 0, got 0"),
-    ("engine.unsafe_dummy_weights", 1, "engine.unsafe_dummy_weights: input should be a valid boolean, got 1"),
     ("deployment.app", "a b", "deployment.app: string should match pattern '^[A-Za-z0-9][A-Za-z0-9_-]*$', got 'a b'"),
     (
         "deployment.route_prefix",
