@@ -3,7 +3,6 @@
 Everything a user asked for ends in the result, in a refusal that names the field, or in a logged warning.
 """
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,10 +15,11 @@ from engine.config.draft_lengths import check_max_draft_len, resolve_choices, re
 from engine.config.draft_sampling import DraftSampling, resolve_draft_sampling
 from engine.config.drafter import parse_drafter_config
 from engine.config.engine import EngineConfig
+from engine.config.identity import engine_identity
 from engine.config.machine import Machine, probe_machine
 from engine.config.model import DrafterConfig, TargetConfig, parse_target_config
 from engine.simulated.profile import SimulationOptions, load_simulation
-from engine.weights.checkpoint import checkpoint_dtype, checkpoint_identity, count_parameters
+from engine.weights.checkpoint import checkpoint_dtype, count_parameters
 from engine.weights.progress import Progress
 from engine.weights.source import SourceNotHereError, fetch
 
@@ -157,7 +157,7 @@ def resolve_engine_config(
         target=target,
         drafter_dir=None if drafter_dir is None else str(drafter_dir),
         drafter=drafter,
-        identity=_identity(model_dir, load_format, drafter_dir, drafter_load_format, drafter, resolved_dtype),
+        identity=engine_identity(model_dir, load_format, drafter_dir, drafter_load_format, drafter, resolved_dtype),
         load_format=load_format,
         drafter_load_format=drafter_load_format,
         dtype=resolved_dtype,
@@ -394,18 +394,3 @@ def _gate(config: DFlashDecodingConfig | None) -> tuple[int, float]:
     if config is None or not config.acceptance_rate_window_size or config.acceptance_rate_threshold is None:
         return 0, 0.0
     return config.acceptance_rate_window_size, config.acceptance_rate_threshold
-
-
-def _identity(
-    model_dir: Path,
-    load_format: str,
-    drafter_dir: Path | None,
-    drafter_load_format: str,
-    drafter: DrafterConfig | None,
-    dtype: str,
-) -> str:
-    """Digest of what cached K/V depend on: both checkpoints, the drafter's settings and the dtype."""
-    parts = [checkpoint_identity(model_dir, weights=load_format != "dummy"), dtype]
-    if drafter_dir is not None:
-        parts += [checkpoint_identity(drafter_dir, weights=drafter_load_format != "dummy"), repr(drafter)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
