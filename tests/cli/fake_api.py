@@ -52,11 +52,17 @@ def running(script: Script) -> Iterator[str]:
                 script.paths.append(self.path)
                 script.in_progress += 1
                 script.most_in_progress = max(script.most_in_progress, script.in_progress)
+            self.is_in_progress = True
             try:
                 self._generate()
             finally:
-                with script.lock:
-                    script.in_progress -= 1
+                self._leave()
+
+        def _leave(self) -> None:
+            """The request counts as over before its last bytes: the client may send its next one at once."""
+            with script.lock:
+                script.in_progress -= self.is_in_progress
+                self.is_in_progress = False
 
         def _generate(self) -> None:
             if script.status != 200:
@@ -80,6 +86,7 @@ def running(script: Script) -> Iterator[str]:
                 usage = {"prompt_tokens": 5, "completion_tokens": script.completion_tokens}
                 metrics = {} if script.spec is None else {"metrics": {"speculative_decoding": script.spec}}
                 self._event({"choices": [], "usage": usage} | metrics)
+            self._leave()
             if script.send_done:
                 self.wfile.write(b"data: [DONE]\n\n")
 
