@@ -15,6 +15,7 @@ import numpy as np
 _PSEUDO_ROWS = 4.0  # weight of the guess for a position that was hardly observed: the hazard before it
 _FIRST_GUESS = 0.5
 _NUM_SPLITS, _SPLIT_S = 24, 0.5
+_SAME_REQUESTS_S = 4.0  # within which reports are not independent
 LOWER_90 = 1.2816  # standard deviations: one-sided
 
 
@@ -113,20 +114,27 @@ def changed_since(
     if not len(cuts_S):
         return None
     is_before_SP = np.arange(len(times_P)) < cuts_S[:, None]
-    (before_S, spread_before_S), (after_S, spread_after_S) = (
+    (before_S, spread_before_S, scores_before_SP), (after_S, spread_after_S, scores_after_SP) = (
         _longest_of_parts(at_risk_PW, accepted_PW, weights_P * part_SP) for part_SP in (is_before_SP, ~is_before_SP)
     )
     difference_S = np.abs(after_S - before_S)
     deviations_S = difference_S / np.sqrt(spread_before_S + spread_after_S)
     deviations_S[difference_S <= 0.05 * before_S] = 0.0
     best = int(deviations_S.argmax())
-    return float(times_P[cuts_S[best]]) if deviations_S[best] > deviations else None
+    if deviations_S[best] <= deviations:
+        return None
+    # Reports that follow each other tell of the same requests, the more so the fewer these are.
+    scores_P = scores_before_SP[best] + scores_after_SP[best]
+    blocks_P = ((times_P[-1] - times_P) // _SAME_REQUESTS_S).astype(np.int64)
+    together = np.bincount(blocks_P, scores_P)
+    excess = max(float(together @ together) / max(float(scores_P @ scores_P), 1e-12), 1.0)
+    return float(times_P[cuts_S[best]]) if deviations_S[best] > deviations * excess**0.5 else None
 
 
 def _longest_of_parts(
     at_risk_PW: np.ndarray, accepted_PW: np.ndarray, weights_SP: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """E(W) and its variance for each of S weightings of the reports."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each of S weightings of the reports: E(W), its variance, and what each report adds to its error [S, P]."""
     rows_SW, accepted_SW = weights_SP @ at_risk_PW, weights_SP @ accepted_PW
     hazards_SW = smoothed_hazards(rows_SW, accepted_SW)
     gradient_SW = token_gradients(hazards_SW)[:, -1]
@@ -138,7 +146,7 @@ def _longest_of_parts(
     scores_SP = share_SW @ accepted_PW.T - (share_SW * hazards_SW) @ at_risk_PW.T
     num_S = weights_SP.sum(axis=1) ** 2 / squared_SP.sum(axis=1)
     between_S = (squared_SP * scores_SP**2).sum(axis=1) * _small_sample(num_S)
-    return expected_tokens(hazards_SW)[:, -1], np.maximum(between_S, chance_S)
+    return expected_tokens(hazards_SW)[:, -1], np.maximum(between_S, chance_S), weights_SP * scores_SP
 
 
 def _small_sample(num_reports: np.ndarray) -> np.ndarray:

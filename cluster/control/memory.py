@@ -21,6 +21,7 @@ _SINCE_CHANGE_HALF_LIFE_S = 320.0
 _KEPT_S = 1280
 _ALONE_S = 40.0  # without another change before it: then a change is no swing
 _SAME_CHANGE_S = 6.0  # detections so close are of one change, whose place becomes clearer
+_BETTER = 0.002  # share of the loss by which a fading memory must be better
 _BLOCK_S = 8.0  # counts of neighbouring seconds come from the same requests
 
 
@@ -82,7 +83,7 @@ class Memory:
         hazards_MW = smoothed_hazards(sums_M2W[:, 0], sums_M2W[:, 1])
         self._record.predict(now, hazards_MW)
         best = self._record.best()
-        self.chosen = best if self._record.is_better(best) and not self._stands_alone(now) else 0
+        self.chosen = best if self._record.is_better(best, by=_BETTER) and not self._stands_alone(now) else 0
         weights_P = weights_MP[self.chosen]
         used = weights_P > 0
         span = times_P[-1] - times_P[used][0] + 1.0

@@ -12,6 +12,7 @@ from cluster.control.hazards import Belief
 from cluster.control.record import Record
 
 _HALF_LIVES_S = np.array([20.0, 80.0, 320.0])
+_BETTER = 0.01  # share of the loss by which an own memory must be better: less is passing composition
 _PRIOR_ROWS = 20.0  # of the cluster's hazard
 _REQUESTS_DIFFER = 5.0  # times the variance that chance alone gives: a request's rows are alike
 
@@ -52,7 +53,7 @@ class OwnTraffic:
             self._record.predict(now, np.vstack([cluster.hazards, hazards_MW]))
             self._is_new = False
         best = self._record.best() if self._record.has_judged else int(self.is_own)
-        self.is_own = best > 0 and (self.is_own or self._record.is_better(best))
+        self.is_own = best > 0 and (self.is_own or self._record.is_better(best, by=_BETTER))
         if not self.is_own:
             return cluster
         hazards_W, rows_W, squares_W = hazards_MW[best - 1], rows_MW[best - 1], self._squares_MW[best - 1]

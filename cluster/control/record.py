@@ -6,7 +6,6 @@ import numpy as np
 
 _AHEAD_S = 4.0  # a prediction counts from so much later on, about when a change that follows from it would take effect
 _RECORD_HALF_LIFE_S = 60.0
-_BETTER = 0.002  # relative difference of the records of the losses that is clear
 
 
 class Record:
@@ -44,6 +43,6 @@ class Record:
         """The belief with the least loss; of equal ones the first."""
         return int(self.losses_M.argmin())
 
-    def is_better(self, index: int) -> bool:
-        """Whether a belief has predicted clearly better than the first."""
-        return bool(self.losses_M[index] < (1.0 - _BETTER) * self.losses_M[0])
+    def is_better(self, index: int, *, by: float) -> bool:
+        """Whether a belief has predicted better than the first, by this share of its loss."""
+        return bool(self.losses_M[index] < (1.0 - by) * self.losses_M[0])

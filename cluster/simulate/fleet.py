@@ -14,7 +14,7 @@ from cluster.simulate.intake import Intake, Started
 from cluster.simulate.lanes import NOISE_STEPS, Lanes, Run, World
 from cluster.simulate.tallies import ALL_RIGHT, CODES, Tallies
 
-_SHADOW_EVERY = 128  # steps of which one scores all drafts
+_SHADOW_EVERY = 256  # steps of which one scores all drafts
 _LOOK_EVERY = 4  # sweeps of which one is kept for hindsight
 
 

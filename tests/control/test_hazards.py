@@ -106,3 +106,16 @@ def test_a_change_of_traffic_is_found_where_it_was_and_nowhere_else() -> None:
         found = changed_since(times, *mixed, weights, deviations=4.5)
         assert found is not None and abs(found - 8.0) <= 0.5
     assert false_alarms == 0
+
+
+def test_reports_of_the_same_few_requests_do_not_pass_for_a_change() -> None:
+    times = np.arange(32) * 1.0
+    weights = np.exp2((times - times[-1]) / 5)
+    false_alarms = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        hazards = rng.uniform(0.4, 0.9, size=8).repeat(4)  # a request lasts four reports
+        at_risk = np.full((32, 1), 40)
+        accepted = rng.binomial(40, hazards)[:, None]
+        false_alarms += changed_since(times, at_risk, accepted, weights, deviations=4.5) is not None
+    assert false_alarms <= 12

@@ -78,7 +78,7 @@ def test_a_record_judges_by_predictions_made_well_before() -> None:
     record.judge(4.5, np.array([10]), np.array([9]))
     by_hand = -(9 * np.log([0.5, 0.9]) + np.log([0.5, 0.1]))
     assert record.losses_M == pytest.approx(by_hand)
-    assert record.is_better(1) and not record.is_better(0)
+    assert record.is_better(1, by=0.5) and not record.is_better(0, by=0.0)
 
 
 def own(rng: np.random.Generator, replica_hazard: float, seconds: int) -> tuple[OwnTraffic, Memory]:
