@@ -1,8 +1,9 @@
 """Penalties, logit bias, allowed ids and bad words: equal to transformers' processors and to a brute-force reading, the
 same with and without drafts, at both depths, in mixed batches, after a preemption and on two ranks."""
 
+import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -135,34 +136,34 @@ def test_repetition_penalty_equals_transformers(plain, speculated, reference):
 
 
 def test_bias_bad_words_and_allowed_ids_equal_transformers(plain, speculated, reference):
+    """Few letters are allowed, so that words of two and three tokens come up again and again, inside blocks as well."""
     text = prompts(1, seed=2)[0]
-    free = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0, allowed_token_ids=LETTERS)
-    said = outputs(plain, [text], [free])[0]
-    # Bad words of one, two and three tokens that the unruled output holds.
-    words = [plain.tokenizer.decode(said[start:end]) for start, end in ((3, 4), (6, 8), (11, 14))]
-    ids = bad_word_token_ids(plain.tokenizer, words)
-    assert [list(word) for word in ids] == [said[3:4], said[6:8], said[11:14]]
-    bias = {said[0]: -5.0, LETTERS[3]: 2.5}
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=NUM_TOKENS,
-        seed=0,
-        bad_words=tuple(words),
-        allowed_token_ids=free.allowed_token_ids,
-        logit_bias=bias,
-    )
-    generated = reference.generate(
-        torch.tensor([text]),
-        max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        bad_words_ids=[list(word) for word in ids],
-        sequence_bias={(token_id,): value for token_id, value in bias.items()},
-        prefix_allowed_tokens_fn=lambda batch, sentence: list(free.allowed_token_ids),
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    truth = [generated[0, len(text) :].tolist()]
-    assert truth[0] != said
+    base = {"temperature": 0.0, "max_tokens": 40, "seed": 0, "allowed_token_ids": LETTERS[:4], **NO_EOS}
+    said = outputs(plain, [text], [SamplingParams(**base)])[0]
+    decode = plain.tokenizer.decode
+    pairs = [decode(list(pair)) for pair, _ in Counter(itertools.pairwise(said)).most_common(2)]
+    words = ["z", *pairs, decode([*LETTERS[:3]]), decode([LETTERS[1], LETTERS[0], LETTERS[0]])]
+    ids = [list(word) for word in bad_word_token_ids(plain.tokenizer, words)]
+    assert [len(word) for word in ids] == [1, 2, 2, 3, 3]
+    bias = {LETTERS[0]: 1.5, LETTERS[3]: -0.5}
+    params = SamplingParams(**base, bad_words=tuple(words), logit_bias=bias)
+
+    def expected(bad_words_ids: list[list[int]]) -> list[int]:
+        generated = reference.generate(
+            torch.tensor([text]),
+            max_new_tokens=40,
+            do_sample=False,
+            bad_words_ids=bad_words_ids,
+            sequence_bias={(token_id,): value for token_id, value in bias.items()},
+            prefix_allowed_tokens_fn=lambda batch, sentence: list(LETTERS[:4]),
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return generated[0, len(text) :].tolist()
+
+    truth = [expected(ids)]
+    assert truth[0] != expected(ids[:3]), "the words of three tokens decide"
+    assert truth[0] != expected([ids[0], *ids[3:]]), "the words of two tokens decide"
     assert outputs(plain, [text], [params]) == truth
     assert speculated([text], [params], truth) == truth
 
