@@ -77,7 +77,8 @@ def main() -> None:
     for label, command, environment, most_seconds in (step for part in arguments.parts for step in parts[part]):
         log = arguments.out / f"{label.replace(' ', '_')}.log"
         begin = time.perf_counter()
-        env = {**os.environ, "PYTHONPATH": str(HERE.parent), **environment}
+        path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": path, **environment}
         with log.open("w") as file:
             try:
                 end = subprocess.run(

@@ -60,6 +60,16 @@ def _scale_rows_kernel(
 
 
 @triton.jit
+def _gather_rows_kernel(table_ptr, index_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < SIZE
+    values = tl.load(table_ptr + tl.load(index_ptr + row) * SIZE + c, mask=inside)
+    tl.store(out_ptr + row * SIZE + c, values, mask=inside)
+
+
+@triton.jit
 def _silu_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -203,6 +213,21 @@ def scale_rows(x_NH: Tensor, weight_H: Tensor, eps: float, *, pdl: bool = False)
         launch_pdl=pdl,
     )
     return made
+
+
+def gather_rows(table: Tensor, index_N: Tensor, *, pdl: bool = False) -> Tensor:
+    """table[index], [N, ..]: torch's kernel for few rows takes several times as long. Indices must be valid."""
+    assert table.is_contiguous()
+    assert index_N.dim() == 1
+    index_N = index_N.contiguous()
+    N, size = index_N.shape[0], table[0].numel()
+    out = table.new_empty(N, *table.shape[1:])
+    if N:
+        block = min(1024, triton.next_power_of_2(size))
+        _gather_rows_kernel[(N, triton.cdiv(size, block))](
+            table, index_N, out, SIZE=size, BLOCK=block, PDL=pdl, num_warps=min(4, max(1, block // 128)), launch_pdl=pdl
+        )
+    return out
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:

@@ -76,6 +76,12 @@ class CudaRows:
 
         return add_rms_norm(x, delta, weight, eps, total_NH=total, pdl=self.pdl)
 
+    def gather_rows(self, table: Tensor, index_N: Tensor) -> Tensor:
+        """table[index], [N, ..]; indices must be valid."""
+        from engine.kernels.row_ops import gather_rows
+
+        return gather_rows(table, index_N, pdl=self.pdl)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[N, 2 * size] -> silu(first half) * second half."""
         from engine.kernels.row_ops import silu_mul

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config.rope import RopeConfig
+from engine.layers.cuda_rows import cuda_rows
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -92,7 +93,11 @@ class RotaryTable(nn.Module):
 
     def rows(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [N, 1, D]. Positions must lie inside the table."""
-        rows_N2D = self.table.index_select(0, positions_N)
+        on_gpu = cuda_rows(self.table)
+        if on_gpu is not None:
+            rows_N2D = on_gpu.gather_rows(self.table, positions_N)
+        else:
+            rows_N2D = self.table.index_select(0, positions_N)
         return rows_N2D[:, :1], rows_N2D[:, 1:]
 
 

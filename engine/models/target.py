@@ -13,6 +13,7 @@ from engine.attention.context import Attention, AttentionContext
 from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.model import TargetConfig
+from engine.layers.cuda_rows import cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm
 from engine.layers.rotary import RotaryTable
@@ -85,6 +86,9 @@ class TargetModel(nn.Module):
 
     def embed(self, ids_N: Tensor) -> Tensor:
         """[N] -> [N, H]."""
+        on_gpu = cuda_rows(self.embedding)
+        if on_gpu is not None:
+            return on_gpu.gather_rows(self.embedding, ids_N)
         return F.embedding(ids_N, self.embedding)
 
     def forward(

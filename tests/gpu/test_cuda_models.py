@@ -8,9 +8,9 @@ from torch import Tensor
 
 from engine.attention.cuda_paged import cuda_paged_attention
 from engine.layers import cuda_rows as cuda_rows_module
-from engine.layers import linear, rms_norm
+from engine.layers import linear, rms_norm, rotary
 from engine.layers.cuda_rows import CudaRows
-from engine.models import decoder, dflash
+from engine.models import decoder, dflash, target
 from engine.models.decoder import DecoderLayer
 from tests.gpu.places import places
 from tests.reference.paged import PagedModels, Piece, engine_config
@@ -33,7 +33,7 @@ def _checkpoints(directory: Path, kind: str, head_dim: int) -> tuple[Path, Path]
 def _interpret(models: PagedModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets these CPU models take the way of CUDA ones."""
     kernels = CudaRows(torch.device("cpu"))
-    for module in (decoder, dflash, linear, rms_norm):
+    for module in (decoder, dflash, linear, rms_norm, rotary, target):
         monkeypatch.setattr(module, "cuda_rows", lambda x: kernels)
     assert models.drafter is not None
     for layer in (*models.target.layers, *models.drafter.layers):
