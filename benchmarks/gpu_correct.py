@@ -13,7 +13,8 @@ part 2   bfloat16, teacher-forced: how far below the row's maximum emitted token
 part 3   float32: the reference's tokens. A difference is only counted as one if transformers' own logits at that
          place are further apart than --tie.
 
-Exits 1 on a failure, after everything has run.
+The engines have programs for --rows only, and few for prompts: every program costs start-up. Exits 1 on a failure,
+after everything has run.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from gpu_lab import save, show_progress, versions
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.runner import decode_programs, prompt_programs
 from engine.weights.source import fetch
 
 NUM_TOP = 20
@@ -95,14 +97,11 @@ def random_qwen3(directory: Path, device: str) -> Path:
     return directory
 
 
-def check_logits(
-    args: argparse.Namespace, name: str, model: Path, drafter: str | None, prompts: list, dtype: str
-) -> dict:
+def check_logits(args: argparse.Namespace, name: str, llm: LLM, model: Path, prompts: list) -> dict:
     """Float32 is held to a tolerance; bfloat16 to the error that transformers itself makes in bfloat16."""
-    # The draft length of the other checks, so that kernels are compiled once; few programs for few prompts.
-    with build(args, str(model), drafter, max(args.draft_lens) if drafter else 0, dtype=dtype, max_num_seqs=4) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=NUM_TOP, detokenize=False, ignore_eos=True)
-        outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
+    dtype = llm.config.dtype
+    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=NUM_TOP, detokenize=False, ignore_eos=True)
+    outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
     found = torch.cat([torch.tensor([entry.top_logprobs for entry in o.logprobs]) for o in outputs])
     ids = [torch.tensor([entry.top_ids for entry in o.logprobs]) for o in outputs]
     exact = torch.cat(teacher_forced(args, model, "float32", prompts, outputs, ids))
@@ -267,30 +266,37 @@ def main() -> None:
         print("ROW", json.dumps(row), flush=True)
         save(args.out, record)
 
-    with tempfile.TemporaryDirectory() as scratch:
-        if "logits" in args.parts:
-            qwen3 = random_qwen3(Path(scratch), args.device)
-            for file in ("tokenizer.json", "tokenizer_config.json"):  # any tokenizer: prompts are ids
-                (qwen3 / file).write_bytes((model / file).read_bytes())
-            generator = torch.Generator().manual_seed(1)
-            ids = [torch.randint(3, 4096, (n,), generator=generator).tolist() for n in (5, 64, 200)]
-            for dtype in ("float32", "bfloat16"):
-                add("logits", lambda d=dtype: check_logits(args, "random qwen3", qwen3, None, ids, d))
-                add("logits", lambda d=dtype: check_logits(args, "smollm2", model, args.drafter, prompts[::20], d))
-    longest = max(args.draft_lens)
-    if "3" in args.parts:
-        with build(args, str(model), args.drafter, longest, dtype="float32") as llm:
-            for draft_len in (0, longest):
+    # Programs of the shapes that are looked at, few for the rest: every one is compiled and recorded at each start.
+    decode_programs.row_buckets = lambda largest: tuple(sorted({*[n for n in args.rows if n < largest], largest}))
+    prompt_programs._SIZES = (128, 384)
+    longest, texts = max(args.draft_lens), prompts[:: max(len(prompts) // 3, 1)][:3]
+    if {"logits", "3"} & set(args.parts):
+        with build(args, str(model), args.drafter, longest, dtype="float32", max_num_seqs=8) as llm:
+            if "logits" in args.parts:
+                add("logits", lambda: check_logits(args, "smollm2", llm, model, texts))
+            for draft_len in (0, longest) if "3" in args.parts else ():
                 add("part 3", lambda k=draft_len: check_float32(args, llm, str(model), cases, k))
-    if "1" in args.parts or "2" in args.parts:
+    if {"logits", "1", "2"} & set(args.parts):
         choices = sorted({0, *args.draft_lens})
         with build(args, str(model), args.drafter, longest, dtype="bfloat16", draft_len_choices=choices) as llm:
+            if "logits" in args.parts:
+                add("logits", lambda: check_logits(args, "smollm2", llm, model, texts))
             for rows in args.rows if "1" in args.parts else ():
                 chosen = prompts[: args.rows_1_prompts] if rows == 1 else prompts
                 for draft_len in args.draft_lens:
                     add("part 1", lambda r=rows, k=draft_len, p=chosen: check_spoiled(args, llm, p, r, k))
             if "2" in args.parts:
                 add("part 2", lambda: check_margin(args, llm, str(model), cases))
+    if "logits" in args.parts:
+        with tempfile.TemporaryDirectory() as scratch:
+            qwen3 = random_qwen3(Path(scratch), args.device)
+            for file in ("tokenizer.json", "tokenizer_config.json"):  # any tokenizer: prompts are ids
+                (qwen3 / file).write_bytes((model / file).read_bytes())
+            generator = torch.Generator().manual_seed(1)
+            ids = [torch.randint(3, 4096, (n,), generator=generator).tolist() for n in (5, 64, 200)]
+            for dtype in ("float32", "bfloat16"):
+                with build(args, str(qwen3), None, 0, dtype=dtype, max_num_seqs=4) as llm:
+                    add("logits", lambda: check_logits(args, "random qwen3", llm, qwen3, ids))
     sys.exit(0 if record["ok"] else 1)
 
 

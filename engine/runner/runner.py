@@ -139,6 +139,7 @@ class ModelRunner:
             draft_program=self._draft_program,
             recorder=recorder,
             device=self._device,
+            num_parameters=sum([p.numel() for p in self._target.parameters()]),
             only_largest=only_pairs is not None,
         )
         self._prompt_programs.record(progress)
