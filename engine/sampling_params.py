@@ -131,8 +131,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if not ids:
                 raise ValueError("allowed_token_ids must name at least one id, got []; leave it out to allow every id.")
             _check_count("allowed_token_ids", ids, MAX_ALLOWED_TOKEN_IDS, "ids")
-            for token_id in ids:
-                _check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
+            for allowed_id in ids:
+                _check_int("allowed_token_ids", allowed_id, low=0, high=2**31 - 1)
             msgspec.structs.force_setattr(self, "allowed_token_ids", ids)
         if self.bad_words is not None:
             words = _as_tuple("bad_words", self.bad_words, "strings")
