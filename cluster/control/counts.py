@@ -83,8 +83,7 @@ class TrafficClock:
 class DifferenceLog:
     """Recent differences of all replicas, one row per report with traffic, in order of arrival.
 
-    Arrays (P rows, W positions): `times_P` on the traffic clock, `replicas_P` (numbers the owner gives),
-    `at_risk_PW`, `accepted_PW`.
+    Arrays (P rows, W positions): `times_P` on the traffic clock, `at_risk_PW`, `accepted_PW`.
     """
 
     def __init__(self, *, width: int) -> None:
@@ -92,16 +91,11 @@ class DifferenceLog:
         self._size = 0
         self._first = 0
         self._times = np.zeros(64)
-        self._replicas = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros((64, 2, width))
 
     @property
     def times_P(self) -> np.ndarray:
         return self._times[self._first : self._size]
-
-    @property
-    def replicas_P(self) -> np.ndarray:
-        return self._replicas[self._first : self._size]
 
     @property
     def at_risk_PW(self) -> np.ndarray:
@@ -111,7 +105,7 @@ class DifferenceLog:
     def accepted_PW(self) -> np.ndarray:
         return self._counts[self._first : self._size, 1]
 
-    def add(self, *, time: float, replica: int, cells: Sequence[CellCounts]) -> None:
+    def add(self, *, time: float, cells: Sequence[CellCounts]) -> None:
         """One report's differences at `time` on the traffic clock, which never runs backwards."""
         if self._size == len(self._times):
             self._make_room()
@@ -121,7 +115,6 @@ class DifferenceLog:
             row[0, : len(cell.at_risk)] += cell.at_risk
             row[1, : len(cell.accepted)] += cell.accepted
         self._times[self._size] = time
-        self._replicas[self._size] = replica
         self._size += 1
         self.forget_before(time - _KEPT_S)
 
@@ -143,7 +136,7 @@ class DifferenceLog:
         """Moves the rows to the front, of larger arrays when over half of them are in use."""
         used = self._size - self._first
         capacity = len(self._times) * (2 if used > len(self._times) // 2 else 1)
-        for name in ("_times", "_replicas", "_counts"):
+        for name in ("_times", "_counts"):
             old = getattr(self, name)
             new = np.zeros((capacity, *old.shape[1:]), dtype=old.dtype)
             new[:used] = old[self._first : self._size]

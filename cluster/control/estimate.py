@@ -50,7 +50,6 @@ class ControlState:
         self._first_at: float | None = None
         self._greatest_seen: Version = (0, 0)
         self._num_versions = 0
-        self._numbers = 0
         self._newest_incarnation = 0
         self._settled_at = started_at
         self._clock = TrafficClock()
@@ -90,7 +89,6 @@ class ControlState:
         else:
             line.times.measured(registration.step_times)
             known = self.replicas[registration.replica_id] = Replica(
-                number=self._numbers,
                 registration=registration,
                 counts=ReplicaCounts(
                     incarnation=registration.incarnation, sequence=registration.sequence, cells=registration.cells
@@ -99,7 +97,6 @@ class ControlState:
                 seen_at=now,
                 version=registration.version,
             )
-            self._numbers += 1
         self.idle_since = None
         if self._first_at is None:
             self._first_at = now
@@ -128,7 +125,7 @@ class ControlState:
         if any(cell.rows for cell in cells):
             traffic_s = self._clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
             assert self._log is not None, "a replica is registered"
-            self._log.add(time=traffic_s, replica=replica.number, cells=cells)
+            self._log.add(time=traffic_s, cells=cells)
             counts = (self._log.at_risk_PW[-1], self._log.accepted_PW[-1])
             self._memory.add(traffic_s, *counts)
             replica.traffic.add(traffic_s, *counts)

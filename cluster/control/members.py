@@ -26,9 +26,8 @@ class Push:
 
 @dataclass(kw_only=True, slots=True)
 class Replica:
-    """One registered replica. number: its rows in the log. own: its own line, None while it shares one."""
+    """One registered replica. own: its own line, None while it shares one."""
 
-    number: int
     registration: Registration
     counts: ReplicaCounts
     traffic: OwnTraffic

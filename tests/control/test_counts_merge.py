@@ -97,12 +97,11 @@ def test_weights_halve_and_old_rows_leave_a_log_that_grows_and_widens() -> None:
     )
     log = DifferenceLog(width=2)
     for index in range(1000):
-        log.add(time=index * 0.1, replica=index % 3, cells=[cell, cell])
+        log.add(time=index * 0.1, cells=[cell, cell])
         if index == 500:
             log.widen(5)
     assert log.at_risk_PW.shape == (301, 5)  # 30 s of 10 rows a second
     assert (log.at_risk_PW == (8, 4, 0, 0, 0)).all() and (log.accepted_PW == (4, 2, 0, 0, 0)).all()
-    assert (log.replicas_P == np.arange(699, 1000) % 3).all()
     assert np.allclose(log.times_P, np.arange(699, 1000) * 0.1)
     weights = log.weights(log.times_P[-1])
     assert weights[-1] == 1.0 and weights[-1 - round(HALF_LIFE_S * 10)] == pytest.approx(0.5)
