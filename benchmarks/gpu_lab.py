@@ -95,6 +95,8 @@ def random_drafter(raw: dict[str, Any], device: str = "cuda") -> dict[str, torch
     for name, shape in shapes.items():
         drawn = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, device=device) * 0.02
         weights[name] = drawn.to(torch.bfloat16).cpu()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the next program on this GPU may measure it
     return weights
 
 

@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--smollm2")
     parser.add_argument("--drafter")
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--peer-repeats", type=int, default=1)
     parser.add_argument("--peer-timeout", type=float, default=420.0, help="seconds of one run of the peer")
     parser.add_argument("--most", type=int, default=256, help="leave out what has more requests at once")
@@ -66,8 +66,8 @@ def parse() -> argparse.Namespace:
 def our_side(args: argparse.Namespace) -> None:
     """Measures one workload and writes rows as the peer does, `repeat` added."""
     args.max_model_len = 2048 if args.side == "smol" else 4096
-    args.concurrency = [c for c in ((1, 8, 32, 128, 256) if args.side == "smol" else (1, 4, 8, 16, 32, 128))]
-    args.concurrency = [c for c in args.concurrency if c <= args.most]
+    levels = (1, 8, 32, 128, 256) if args.side == "smol" else (1, 4, 8, 16, 32, 128)
+    args.concurrency = [c for c in levels if c <= args.most]
     args.prompt_tokens, args.tokens = 256, 512
     args.batched_tokens, args.dtype, args.device, args.programs = 8192, "bfloat16", "cuda", None
     rows: list[dict[str, Any]] = []
@@ -80,7 +80,8 @@ def our_side(args: argparse.Namespace) -> None:
                 if max(args.draft_lens):
                     lab.set_draft_len(draft_len)
                 for tag, concurrency, batches, num_tokens, ignore_eos in jobs:
-                    runs = [lab.run(batch, num_tokens, ignore_eos=ignore_eos) for batch in batches]
+                    chosen = batches if repeat else batches[:2]
+                    runs = [lab.run(batch, num_tokens, ignore_eos=ignore_eos) for batch in chosen]
                     tokens, seconds = sum(r.num_tokens for r in runs), sum(r.seconds for r in runs)
                     lengths = [r.acceptance_length for r in runs if r.acceptance_length is not None]
                     if repeat:
@@ -175,16 +176,23 @@ def main() -> None:
         our_side(args)
         return
     record: dict[str, Any] = {"command": command_line(), "versions": versions(), "rows": []}
+    ours: Rows = {}
+    peer: Rows = {}
+
+    def add(to: Rows, found: Rows) -> None:
+        """Takes in what one run gave; the file holds it from here on, whatever becomes of the next run."""
+        for key, rows in found.items():
+            to.setdefault(key, []).extend(rows)
+        record["rows"] = compare(ours, peer)
+        save(args.out, record)
+
     with tempfile.TemporaryDirectory() as scratch:
         for workload in args.workloads:
-            ours: Rows = {} if args.skip == "ours" else run_ours(args, workload, Path(scratch))
-            peer: Rows = {}
+            if args.skip != "ours":
+                add(ours, run_ours(args, workload, Path(scratch)))
             for draft_len in args.draft_lens:
                 for _ in range(0 if args.skip == "peer" else args.peer_repeats):
-                    for key, rows in run_peer(args, workload, draft_len, Path(scratch)).items():
-                        peer.setdefault(key, []).extend(rows)
-            record["rows"] += compare(ours, peer)
-            save(args.out, record)
+                    add(peer, run_peer(args, workload, draft_len, Path(scratch)))
     for row in record["rows"]:
         print("ROW", json.dumps(row), flush=True)
 
