@@ -170,7 +170,9 @@ async def measure(num_replicas: int, seconds: float) -> dict[str, Any]:
 
 
 def _is_controller(command_line: list[str] | None) -> bool:
-    return bool(command_line) and command_line[0].startswith(f"ray::{controller_name(APP, DEPLOYMENT)}")
+    """Ray puts an actor's name or its class into the title of its process, and the method that runs."""
+    title = " ".join(command_line or ())
+    return title.startswith((f"ray::{controller_name(APP, DEPLOYMENT)}", "ray::SpeculationController"))
 
 
 def main() -> None:
