@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--draft-len", type=int, default=7)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 1.0])
+    parser.add_argument("--verification", choices=["exact match", "rejection sampling"], help="default: both")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -79,6 +80,8 @@ def main() -> None:
     ]
     rows = []
     for verification, rejection, sampling in WAYS:
+        if args.verification not in (None, verification):
+            continue
         spec = DFlashDecodingConfig(
             max_draft_len=args.draft_len, speculative_model=args.drafter, use_rejection_sampling=rejection
         )
@@ -96,7 +99,12 @@ def main() -> None:
                 row = {"verification": verification, "draft_sampling": sampling, "temperature": temperature}
                 rows.append(row | measure(llm, prompts, temperature, args.tokens))
                 print(json.dumps(rows[-1]), flush=True)
-    record = {
+                args.out.write_text(json.dumps(record(args, rows), indent=1) + "\n")
+
+
+def record(args: argparse.Namespace, rows: list[dict[str, object]]) -> dict[str, object]:
+    """What is known so far."""
+    return {
         "command": command_line(),
         "prompts": {"sets": args.sets, "of_each": args.num_prompts, "tokens": args.tokens},
         "draft_len": args.draft_len,
@@ -104,7 +112,6 @@ def main() -> None:
         "torch": torch.__version__,
         "rows": rows,
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -130,9 +130,10 @@ TARGET_EDITS: list[tuple[dict[str, Tensor | None], str]] = [
 DRAFTER_EDITS: list[tuple[dict[str, Tensor | None], str]] = [
     ({"fc.weight": torch.zeros(54, 108)}, r"'fc.weight' has shape \[54, 108\], config.json says \[54, 162\]"),
     ({"hidden_norm.weight": None}, "tensor 'hidden_norm.weight' is missing"),
-    ({"d2t": torch.zeros(9)}, "tensor 'd2t' belongs to no part of the model"),
-    ({"embed_tokens.weight": torch.zeros(131, 54)}, "tensor 'embed_tokens.weight' belongs to no part of the model"),
-    ({"lm_head.weight": torch.zeros(131, 54)}, "tensor 'lm_head.weight' belongs to no part of the model"),
+    ({"d2t": torch.zeros(9)}, "the weight files hold one of d2t and t2d"),
+    ({"embed_tokens.weight": torch.zeros(130, 54)}, r"'embed_tokens.weight' has shape \[130, 54\]"),
+    ({"lm_head.weight": torch.zeros(130, 54)}, r"'lm_head.weight' has shape \[130, 54\]"),
+    ({"mask_embedding": torch.zeros(54)}, "tensor 'mask_embedding' belongs to no part of the model"),
 ]
 
 
