@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
@@ -25,13 +26,15 @@ RULES = {
 }
 
 
-def test_the_first_three_tokens(tmp_path):
+@pytest.mark.parametrize("rejection", [False, True], ids=["exact match", "rejection sampling"])
+def test_the_first_three_tokens(tmp_path, rejection):
     """Chi-square of 800 seeds with drafts that are right half of the time; the third token of a block counts two."""
     target = make_target(tmp_path / "target")
     spec = DFlashDecodingConfig(
         max_draft_len=3,
         speculative_model=str(make_drafter(tmp_path / "drafter", target)),
         enable_penalty=True,
+        use_rejection_sampling=rejection,
     )
     params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True, **RULES) for i in range(COUNT)]
     options = dict(max_model_len=32, max_num_seqs=48, max_num_batched_tokens=512, block_size=8, num_blocks=300)
