@@ -130,7 +130,7 @@ class ClusterConfig(Section):
             "pipeline_depth": self.engine.pipeline_depth,
             "draft_len_choices": self.engine.draft_len_choices,
             "synthetic_acceptance_length": self.engine.synthetic_acceptance_length,
-            "shadow_time_share": SHADOW_TIME_SHARE if self.controller.enabled else 0.0,
+            "shadow_time_share": SHADOW_TIME_SHARE if self.controller.enabled and self.speculative_config else 0.0,
             "simulation": simulation,
             "draft_sampling": self.engine.draft_sampling,
             "load_format": self.model.load_format,

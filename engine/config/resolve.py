@@ -110,7 +110,12 @@ def resolve_engine_config(
     if speculative_config is not None:
         _refuse_unsupported(speculative_config, device, found)
     else:
-        for name, value in (("draft_len_choices", draft_len_choices), ("draft_sampling", draft_sampling)):
+        for name, value in (
+            ("draft_len_choices", draft_len_choices),
+            ("draft_sampling", draft_sampling),
+            ("synthetic_acceptance_length", synthetic_acceptance_length),
+            ("shadow_time_share", shadow_time_share or None),
+        ):
             if value is not None:
                 raise ValueError(f"{name}: has no effect without speculative_config; leave it out")
 
@@ -118,6 +123,10 @@ def resolve_engine_config(
         raise ValueError(f"shadow_time_share: must lie between 0 and 0.5, got {shadow_time_share}")
     if (simulation is not None) != (device == "simulated"):
         raise ValueError("simulation: device 'simulated' needs it, and no other device takes it")
+    if device == "simulated" and synthetic_acceptance_length is not None:
+        raise ValueError(
+            "synthetic_acceptance_length: device 'simulated' accepts drafts by its acceptance profile; leave it out"
+        )
     needs_weights = device != "simulated"
 
     model_dir = fetch_source(
@@ -337,7 +346,7 @@ def _resolve_decode_programs(
     if given is None:
         given = "graphs" if device == "cuda" else "eager"
     _one_of("decode_programs", given, ("graphs", "repeated", "eager"))
-    if given == "graphs" and device == "cpu":
+    if given == "graphs" and device != "cuda":
         raise ValueError("decode_programs: 'graphs' needs device 'cuda'; use 'eager' or 'repeated'")
     if given == "graphs" and debug_checks:
         logger.warning("decode_programs: 'repeated', not 'graphs': debug_checks reads the device inside every step")

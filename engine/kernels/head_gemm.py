@@ -103,7 +103,8 @@ def _head_gemm_kernel(
         high = rounded(high * cos_high, q_ptr) + low * sin_high
         low = turned_low
     place = q_ptr + m.to(tl.int64) * q_stride + head * D
-    kv_place = layer * 2 * layer_stride + slot * (G * D)
+    # 64 bits: the layers of a large cache lie more than 2^31 elements apart
+    kv_place = layer.to(tl.int64) * 2 * layer_stride + slot * (G * D)
     if head >= H + G:
         place = v_ptr + kv_place + (head - H - G) * D
     elif head >= H:

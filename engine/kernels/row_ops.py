@@ -130,7 +130,8 @@ def _rotate_and_write_kernel(
     turned_high = rounded(new_high * cos_high, q_ptr) + new_low * sin_high
     low = tl.where(turns, turned_low, low).to(q_ptr.dtype.element_ty)
     high = tl.where(turns, turned_high, high).to(q_ptr.dtype.element_ty)
-    kv_at = layer * 2 * layer_stride + tl.load(slot_ptr + row) * (G * D)
+    # 64 bits: the layers of a large cache lie more than 2^31 elements apart
+    kv_at = layer.to(tl.int64) * 2 * layer_stride + tl.load(slot_ptr + row) * (G * D)
     is_q, is_v = (head < H)[:, None], (head >= H + G)[:, None]
     q_at = q_ptr + row * (H * D) + head[:, None] * D + d[None, :]
     tl.store(q_at, low, mask=inside & is_q)

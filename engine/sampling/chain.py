@@ -2,7 +2,7 @@
 
 The same law as `engine.sampling.rejection`, one kernel instead of several passes over [rows, vocabulary]. Its generator
 takes the row of the batch into account besides the seed: a request's tokens then depend on where in the batch it lies,
-so a request's own seed does not reproduce them on CUDA (on the CPU it does).
+so a request's own seed does not reproduce them on CUDA, not even at equal draft lengths.
 
 Shape letters: N rows: R sequences of K + 1 rows each, then F single rows; V local vocabulary shard, after the gather
 the whole vocabulary.
@@ -30,7 +30,7 @@ def chain_tokens(
     tp: VocabGroup,
     vocab_start: int,
 ) -> Tensor:
-    """`rejection.verified_tokens` for probabilistic drafts; a chain's columns behind its first rejection hold 0.
+    """`rejection.verified_tokens` for probabilistic drafts; behind a chain's first rejection its columns hold 0.
 
     width, num_chains: K + 1 and R; the rows behind the chains verify no draft.
     """
@@ -51,6 +51,9 @@ def chain_tokens(
     draft_RK1 = proposals.token_N[chained].view(num_chains, width)
     draft_RK1V, target_RK1V = (x[chained].view(num_chains, width, -1) for x in (draft_NV, kept_NV))
     tokens_RK1 = _chain(target_RK1V, draft_RK1[:, :-1], draft_RK1V[:, :-1], seeds_R)
+    # Nothing is drawn in a greedy row, whatever the kernel makes of a coin that is exactly 1.
+    best_RK1, greedy_RK1 = (x[chained].view(num_chains, width) for x in (best_N, greedy_N1[:, 0]))
+    tokens_RK1 = torch.where(greedy_RK1, best_RK1, tokens_RK1)
 
     single = slice(num_chains * width, None)
     noise_FV = gumbel_noise(rows.seed_N[single], rows.position_N[single], ids_V)

@@ -89,7 +89,7 @@ class Penalties:
         self._in_prompt_SV[slot] = False
         self._counts_SV[slot] = 0
         said = (*rules.prompt_ids, *rules.output_ids)
-        self._said_len_S[slot] = len(said)
+        self._said_len_S[slot : slot + 1].fill_(len(said))  # assigning a number to an element waits for the device
         self._said_bound[slot] = len(said)
         self._said_most[slot] = len(rules.prompt_ids) + init.max_len - init.prompt_len
         if not said:

@@ -267,7 +267,16 @@ def test_trtllm_backend_where_it_runs(target: Path, drafter: Path, monkeypatch: 
         resolve(target, spec(drafter, attention_backend="TRTLLM"), dtype="float32", **options)
 
 
-@pytest.mark.parametrize("options", [{"draft_len_choices": [0, 3]}, {"draft_sampling": "greedy"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"draft_len_choices": [0, 3]},
+        {"draft_sampling": "greedy"},
+        {"synthetic_acceptance_length": 1.0},
+        {"shadow_time_share": 0.01},
+    ],
+    ids=str,
+)
 def test_drafting_options_without_a_drafter(target: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))}: has no effect without speculative_config"):
         resolve(target, **options)

@@ -233,6 +233,29 @@ def test_rotate_and_write(case: dict[str, Any], device: str) -> None:
         _close(stack, want_stack, dtype, 2)
 
 
+@pytest.mark.parametrize(("case", "device"), places([HEADS[-1]], [HEAD_TOYS[-1]]))
+def test_layers_further_apart_than_32_bits_reach(case: dict[str, Any], device: str) -> None:
+    """A drafter's layers in a cache so large that the last one begins more than 2^31 elements behind the first."""
+    dtype = dtypes(device)[-1]
+    parts = _layer(case, dtype, device)
+    L, width = case["L"], 2 * case["g"] * case["D"]
+    qkv = _random(case["N"], L * width, dtype=dtype, device=device, seed=5)
+    want = _expected(qkv, case, parts)[1]
+    blocks = -(-(2**31 // (2 * L - 2) + 1) // parts["stack"][0, 0].numel())
+    far = torch.zeros(2 * L, blocks, *parts["stack"].shape[2:], dtype=dtype, device=device)  # pages come when written
+    rotate_and_write(
+        qkv,
+        parts["angles"],
+        parts["slots"],
+        (far[0], far[1]),
+        num_heads=0,
+        num_layers=L,
+        head_norm=(parts["head_norm"], 1e-6),
+    )
+    for got_layer, want_layer in zip(far, want, strict=True):
+        _close(got_layer.flatten(0, 1)[parts["slots"]], want_layer.flatten(0, 1)[parts["slots"]], dtype, 2)
+
+
 @pytest.mark.parametrize(("case", "device"), places(HEADS, HEAD_TOYS))
 @pytest.mark.parametrize("pdl", [False, True])
 def test_head_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
