@@ -5,8 +5,9 @@ replica only afterwards, when it has waited for every request.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from cluster.admission import Admission, ReplicaState
 
@@ -61,7 +62,9 @@ class Drain:
 class StopNotice:
     """Notices that Serve stops this replica: it checks a replica's health for as long as it wants it, and no longer.
 
-    Silence alone may be a slow or dead controller, so it only leads to the question whether Serve stops replicas.
+    Silence begins at the end of a check: Serve begins no other one while it waits for the answer, which takes as long
+    as a step of the engine. Silence alone may be a slow or dead controller, so it only leads to the question whether
+    Serve stops replicas.
 
     Args:
         period_s: time between two health checks.
@@ -72,23 +75,30 @@ class StopNotice:
     def __init__(self, *, period_s: float, is_stopping: Callable[[], bool]) -> None:
         self._period_s = period_s
         self._is_stopping = is_stopping
-        self._last_check_s = time.monotonic()
+        self._num_checks = 0  # in progress
+        self._last_check_s = time.monotonic()  # when the last one ended
 
-    def on_health_check(self) -> None:
-        """Serve wants this replica."""
-        self._last_check_s = time.monotonic()
+    @contextlib.contextmanager
+    def health_check(self) -> Iterator[None]:
+        """Serve wants this replica, from here to the check's end."""
+        self._num_checks += 1
+        try:
+            yield
+        finally:
+            self._num_checks -= 1
+            self._last_check_s = time.monotonic()
 
     async def wait(self) -> float:
         """Returns when this replica is being stopped, with the seconds since that may have begun."""
         while True:
             await asyncio.sleep(self._period_s / 4)
             silence_s = time.monotonic() - self._last_check_s
-            if silence_s < _SILENCE_PERIODS * self._period_s:
+            if self._num_checks or silence_s < _SILENCE_PERIODS * self._period_s:
                 continue
             asked_at_s = self._last_check_s
             try:
                 is_stopping = await asyncio.to_thread(self._is_stopping)
             except Exception:  # whatever Ray raises while its controller is away
                 is_stopping = False
-            if is_stopping and self._last_check_s == asked_at_s:
+            if is_stopping and not self._num_checks and self._last_check_s == asked_at_s:
                 return max(0.0, silence_s - self._period_s)

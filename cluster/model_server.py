@@ -115,11 +115,11 @@ class ModelServer:
 
     async def check_health(self) -> None:
         """Called by Serve. Raises if the engine is dead or its loop does not answer."""
-        self._stop_notice.on_health_check()
-        if self._is_dead:
-            raise RuntimeError("the engine is dead; its root cause is in this replica's log")
-        async with asyncio.timeout(self._config.deployment.stall_timeout_s):
-            await self._engine.group.client.check_health()
+        with self._stop_notice.health_check():
+            if self._is_dead:
+                raise RuntimeError("the engine is dead; its root cause is in this replica's log")
+            async with asyncio.timeout(self._config.deployment.stall_timeout_s):
+                await self._engine.group.client.check_health()
 
     async def _end_with_engine(self) -> None:
         """Wait for the engine's death, let open requests be answered, then end this process."""
