@@ -348,9 +348,9 @@ class HttpSection(Section):
     proxy: Literal["python", "haproxy"] = Field(
         default="python",
         json_schema_extra=RESTART,
-        description="What Ray Serve listens with, where dflash serve starts it. haproxy takes a quarter of the CPU per "
-        "piece of a stream, sends requests without a first byte on when a replica dies, and opens two ports of "
-        "statistics on all interfaces.",
+        description="What Ray Serve listens with, where dflash serve starts Ray itself; without effect with --address. "
+        "haproxy takes a quarter of the CPU per piece of a stream, sends requests without a first byte on when a "
+        "replica dies, and opens two ports of statistics on all interfaces.",
     )
     max_body_bytes: ByteCount = Field(
         default=4 * 1024 * 1024, gt=0, json_schema_extra=RESTART, description="Largest request body; more is a 413."

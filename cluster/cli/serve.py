@@ -174,6 +174,13 @@ class _Server:
                 "Ray Serve runs there already; it keeps the address, port and proxy it was started with", style="yellow"
             )
             return
+        if self._address is not None and http.proxy == "haproxy":
+            self._console.print(
+                "http.proxy: haproxy has no effect with --address; Ray Serve listens there with what the environment "
+                "of the cluster's own processes says, Python's proxy by default",
+                style="yellow",
+                markup=False,
+            )
         self._serve_started = True
         level = "INFO" if self._verbose else "WARNING"
         try:
@@ -191,6 +198,7 @@ class _Server:
         from cluster.app import ALLOW_SIMULATED, build
 
         deployment = self._config.deployment
+        death_notes.take(deployment.app)  # a running cluster may keep some from an application that is gone
         self._app_started = True
         target = ray_serve.RunTarget(
             target=build({**self._config.to_plain(), ALLOW_SIMULATED: self._config.fabrication is not None}),
