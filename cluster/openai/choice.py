@@ -63,6 +63,14 @@ class Choice:
         self._format_logprobs = format_logprobs
         self._format_echo = format_echo
 
+    def in_request_fields(self, refusal: ValueError) -> ValueError:
+        """The engine's refusal, naming what the client sent: an echo's logprobs reach the engine as prompt_logprobs."""
+        params = self.request.params
+        field, _, reason = str(refusal).partition(":")
+        if field != "prompt_logprobs" or self._format_echo is None or params.logprobs != params.prompt_logprobs:
+            return refusal
+        return ValueError(f"logprobs: echo: true reports them of the prompt too;{reason}")
+
     @property
     def needs_engine(self) -> bool:
         """Whether anything has to be computed."""

@@ -167,7 +167,7 @@ class Generation:
             logger.error("The engine's stream of %s ended without a finish_reason.", choice.request.request_id)
             error = internal_error()
         except ValueError as refusal:
-            error = from_value_error(refusal, _REQUEST_FIELDS)
+            error = from_value_error(choice.in_request_fields(refusal), _REQUEST_FIELDS)
         except EngineClosedError:
             error = unavailable(
                 "The server is shutting down and ended this request; try again.", retry_after_s=RETRY_AFTER_S

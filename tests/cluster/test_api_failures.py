@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -12,7 +13,8 @@ from fake_engine import MODEL, ApiServer
 
 from cluster.admission import Admission, ReplicaState
 from cluster.openai.errors import ApiError
-from engine.request import TokenDelta
+from engine.logits_rules import check_request
+from engine.request import EngineRequest, TokenDelta
 from workers.engine_client import EngineDeadError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -84,6 +86,40 @@ def test_a_refusal_of_the_engine_is_the_clients_error(server: ApiServer):
     reply = server.http.post("/v1/chat/completions", json=CHAT)
     assert reply.status_code == 400
     assert (reply.json()["error"]["param"], reply.json()["error"]["message"]) == ("min_p", "min_p: this engine says no")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True, "logprobs": 5}, "logprobs"),
+        ({"echo": True, "logprobs": 5, "prompt_logprobs": 1}, "logprobs"),
+        ({"echo": True, "logprobs": 0, "prompt_logprobs": 5}, "prompt_logprobs"),
+        ({"logprobs": 5, "prompt_logprobs": 5}, "prompt_logprobs"),
+        ({"prompt_logprobs": 5}, "prompt_logprobs"),
+    ],
+)
+def test_too_many_log_probabilities_of_a_prompt_name_the_field_that_was_sent(
+    server: ApiServer, fields: dict[str, object], param: str
+):
+    engine_config = SimpleNamespace(
+        max_num_batched_tokens=200_000,
+        target=SimpleNamespace(vocab_size=1 << 20),
+        enable_penalty=True,
+        enable_top_k=True,
+        enable_top_p=True,
+    )
+
+    def text(request: EngineRequest) -> str:
+        check_request(request, engine_config, ())
+        return "the fox"
+
+    server.engine.text = text
+    reply = server.http.post("/v1/completions", json=TEXT | fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(f"{param}: ")
+    assert error["message"].endswith("with max_num_batched_tokens = 200000 at most 1 alternatives are reported, got 5")
+    assert server.http.post("/v1/completions", json=TEXT | {"echo": True, "logprobs": 1}).status_code == 200
 
 
 def test_failure_in_mid_response_is_an_http_error(server: ApiServer):
