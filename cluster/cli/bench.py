@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.cli.bench_load import LoadPlan, RequestRecord, prompts_from_json, run_load, synthetic_prompts
 from cluster.cli.bench_report import as_table, headline, request_figures, summarise
-from cluster.cli.console import BAD_USAGE, fail, stderr, stdout, user_errors
+from cluster.cli.console import BAD_USAGE, check_output_file, fail, stderr, stdout, user_errors
 from cluster.cli.openai_stream import ApiError, get_json, list_models, normalise_url, open_session
 
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -56,8 +56,7 @@ def bench(
         fail(f"--rate: must be above 0, got {rate}", status=BAD_USAGE)
     if endpoint not in _PATHS:
         fail(f"--endpoint: must be chat or completions, got {endpoint!r}", status=BAD_USAGE)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        fail(f"--json: no such directory: {json_file.absolute().parent}", status=BAD_USAGE)
+    check_output_file("--json", json_file)
     with user_errors(ValueError):
         url = normalise_url(url)
         texts = _read_prompts(prompts, subset, num=num_requests + warmup, num_words=prompt_words, seed=seed)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -35,3 +36,13 @@ def user_errors(*kinds: type[Exception], status: int = BAD_USAGE) -> Iterator[No
         yield
     except kinds as error:
         fail(str(error), status=status)
+
+
+def check_output_file(option: str, path: Path | None) -> None:
+    """`fail`, before the work, where the file that an option names could not be written after it."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        fail(f"{option}: no such directory: {path.absolute().parent}", status=BAD_USAGE)
+    if path.is_dir():
+        fail(f"{option}: {path} is a directory; name a file", status=BAD_USAGE)

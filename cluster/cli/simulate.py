@@ -12,7 +12,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from cluster.cli.console import FAILED, stderr, stdout, user_errors
+from cluster.cli.console import FAILED, check_output_file, stderr, stdout, user_errors
 
 if TYPE_CHECKING:
     from cluster.simulate.experiment import Experiment
@@ -36,6 +36,8 @@ def simulate(
     from cluster.simulate.scenario import load_scenario
     from cluster.simulate.verdicts import as_record, judge
 
+    check_output_file("--json", json_file)
+    check_output_file("--plot", plot)
     with user_errors(ValueError, OSError):
         scenario = load_scenario(scenario_file)
         if quick:
@@ -54,12 +56,13 @@ def simulate(
         out.print(f"{verdict.name}: {verdict.value:.4f} {verdict.bar} {word}")
     if not experiment.measured:
         out.print("step times: an estimate at least in part, see the step tables")
-    if json_file is not None:
-        command = shlex.join(["dflash", *sys.argv[1:]])
-        record = as_record(scenario, experiment, verdicts, command=command)
-        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if plot is not None:
-        plot.write_text(draw(experiment, scenario.description), encoding="utf-8")
+    with user_errors(OSError, status=FAILED):
+        if json_file is not None:
+            command = shlex.join(["dflash", *sys.argv[1:]])
+            record = as_record(scenario, experiment, verdicts, command=command)
+            json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if plot is not None:
+            plot.write_text(draw(experiment, scenario.description), encoding="utf-8")
     if any(verdict.holds is False for verdict in verdicts):
         raise typer.Exit(FAILED)
 

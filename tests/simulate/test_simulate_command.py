@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
@@ -42,3 +43,23 @@ def test_a_mistake_ends_with_status_2_and_its_key(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["simulate", str(write(tmp_path, seeds=[]))])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "seeds: " in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_said_before_the_simulation(tmp_path: Path, option: str) -> None:
+    path = write(tmp_path)
+    for file, problem in (
+        (tmp_path / "none" / "r", f"no such directory: {tmp_path / 'none'}"),
+        (tmp_path, f"{tmp_path} is a directory; name a file"),
+    ):
+        result = CliRunner().invoke(app, ["simulate", str(path), "--quick", option, str(file)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"error: {option}: {problem}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_disk_that_is_full_is_an_error_without_a_traceback(tmp_path: Path) -> None:
+    path = write(tmp_path, duration_s=4.0)
+    result = CliRunner().invoke(app, ["simulate", str(path), "--quick", "--json", "/dev/full"])
+    assert (result.exit_code, result.exception.__class__) == (1, SystemExit)
+    assert "policy" in result.stdout and "error: " in result.stderr and "No space left" in result.stderr
