@@ -17,9 +17,11 @@ class Record:
         self._judged_at = 0.0
 
     def predict(self, now: float, hazards_MW: np.ndarray) -> None:
-        """What the beliefs say now."""
+        """What the beliefs say now. Of predictions at one time, as while the traffic clock stands, the last counts."""
         if self._predictions and hazards_MW.shape != self._predictions[-1][1].shape:
             self._predictions.clear()
+        if self._predictions and self._predictions[-1][0] == now:
+            self._predictions.pop()
         self._predictions.append((now, hazards_MW))
 
     def judge(self, time: float, at_risk_W: np.ndarray, accepted_W: np.ndarray) -> None:

@@ -1,5 +1,7 @@
 """How far back the controller looks: as long as traffic stays, anew when it changes, at the average when it swings."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,23 @@ def test_a_record_judges_by_predictions_made_well_before() -> None:
     by_hand = -(9 * np.log([0.5, 0.9]) + np.log([0.5, 0.1]))
     assert record.losses_M == pytest.approx(by_hand)
     assert record.is_better(1, by=0.5) and not record.is_better(0, by=0.0)
+
+
+def test_an_idle_controller_that_goes_on_deciding_keeps_no_more_than_before() -> None:
+    memory = Memory(width=2)
+    run(memory, np.random.default_rng(6), [EASY] * 10, start=0)
+    size = len(pickle.dumps(memory))
+    for _ in range(500):
+        memory.believe(9.6)  # the traffic clock stands
+    assert len(pickle.dumps(memory)) == size
+
+
+def test_of_predictions_at_one_time_the_last_is_judged() -> None:
+    record = Record(2)
+    record.predict(0.0, np.array([[0.9], [0.5]]))
+    record.predict(0.0, np.array([[0.5], [0.9]]))
+    record.judge(4.0, np.array([10]), np.array([9]))
+    assert record.losses_M == pytest.approx(-(9 * np.log([0.5, 0.9]) + np.log([0.5, 0.1])))
 
 
 def own(rng: np.random.Generator, replica_hazard: float, seconds: int) -> tuple[OwnTraffic, Memory]:
