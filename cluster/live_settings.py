@@ -25,7 +25,7 @@ class LiveSettings:
 
     @property
     def schedule(self) -> dict[int, int]:
-        """The configured schedule, in force unless a controller's is."""
+        """The configured schedule: in force unless a controller's is, and again when that controller is gone."""
         return self._schedule
 
     async def apply(self, live: dict[str, Any]) -> None:
@@ -47,6 +47,7 @@ class LiveSettings:
         self._num_schedules += 1
         version = (0, self._num_schedules)
         ack = await self._engine.group.client.apply_schedule(version, schedule)
+        self._schedule = schedule  # also where a controller's stays in force: it is what comes after the controller
         if not ack.applied:
             logger.warning(
                 "draft_len_schedule %s (version %s) is not in force: the engine keeps the newer version %s, %s, that "
@@ -57,5 +58,4 @@ class LiveSettings:
                 ack.schedule,
             )
             return
-        self._schedule = schedule
         logger.info("draft_len_schedule %s is in force%s", ack.schedule, f" ({ack.rounded})" if ack.rounded else "")

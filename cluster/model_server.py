@@ -112,6 +112,7 @@ class ModelServer:
             ValueError: the engine refuses the schedule.
         """
         await self._live.apply(live)
+        self._control.start()  # not before: the constructor's config lacks the schedule
 
     async def check_health(self) -> None:
         """Called by Serve. Raises if the engine is dead or its loop does not answer."""

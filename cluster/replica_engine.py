@@ -4,6 +4,7 @@ Imports the engine's loaders only when called: importing the deployment class mu
 """
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         static_schedule=dict(engine_config.draft_len_schedule),
         control=ControlFacts(
             rank0=group.rank0,
-            accelerator=_accelerator(engine_config),
+            accelerator=accelerator_name(engine_config, group.client.device_name),
             draft_lens=engine_config.draft_len_choices,
             step_times=group.client.step_times,
         )
@@ -136,9 +137,14 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
     )
 
 
-def _accelerator(config: "EngineConfig") -> str:
-    """A name for what a step's time depends on besides rows and draft length."""
-    parts = [config.device, config.dtype, f"TP {config.tensor_parallel_size}"]
+def accelerator_name(config: "EngineConfig", device_name: str) -> str:
+    """A name for what a step's time depends on besides rows and draft length.
+
+    Of the checkpoints it tells the shapes, not the weights: nodes that hold copies of one checkpoint, and new weights
+    of one architecture, take the same time. device_name: of the GPU, empty without one.
+    """
+    shapes = hashlib.sha256(repr((config.target, config.drafter)).encode()).hexdigest()[:8]
+    parts = [device_name or config.device, config.dtype, f"TP {config.tensor_parallel_size}", f"model {shapes}"]
     if config.device == "cpu":
         parts.insert(1, f"{config.num_threads} threads")
     return ", ".join(parts)

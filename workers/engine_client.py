@@ -256,6 +256,11 @@ class EngineClient(asyncio.Protocol):
         """Measured before the engine served, if `EngineGroup.start` was told to. Valid after `wait_ready`."""
         return self._hello.result().step_times
 
+    @property
+    def device_name(self) -> str:
+        """The model of rank 0's GPU; empty without one. Valid after `wait_ready`."""
+        return self._hello.result().device_name
+
     def request_shutdown(self) -> None:
         """Asks the engine loop to end after the current step."""
         self._write(encode_frame(Shutdown()))

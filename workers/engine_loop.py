@@ -92,12 +92,19 @@ class _Stopped(Exception):
 class EngineLoop:
     """Drives `core` for the replica at the other end of `connection`, which the loop takes over and closes.
 
-    step_times: what the engine measured before, for the replica to know.
+    step_times, device_name: what the engine measured before, and its GPU's model, for the replica to know.
     """
 
-    def __init__(self, core: Core, connection: socket.socket, *, step_times: tuple[StepTime, ...] = ()) -> None:
+    def __init__(
+        self,
+        core: Core,
+        connection: socket.socket,
+        *,
+        step_times: tuple[StepTime, ...] = (),
+        device_name: str = "",
+    ) -> None:
         self._core = core
-        self._step_times = step_times
+        self._hello = Hello(version=PROTOCOL_VERSION, pid=os.getpid(), step_times=step_times, device_name=device_name)
         self._connection = connection
         self._frames = FrameBuffer()
         self._wake_read, self._wake_write = os.pipe()
@@ -152,7 +159,7 @@ class EngineLoop:
         """
         self._connection.setblocking(False)
         try:
-            self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), step_times=self._step_times))
+            self._send(self._hello)
             while not self._stop:
                 self._do_calls()
                 self._receive(block=not self._core.has_work())

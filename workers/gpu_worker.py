@@ -202,7 +202,7 @@ class GpuWorker:
         if job.step_times_budget_s > 0.0:
             self._phase = "measuring step times"
             step_times = rank.measure_step_times(job.step_times_budget_s)
-        loop = EngineLoop(core, connection, step_times=step_times)
+        loop = EngineLoop(core, connection, step_times=step_times, device_name=device_name(job.config.device))
         self._num_steps = lambda: loop.beats
         self._loop = loop
         self._phase = READY
@@ -257,6 +257,16 @@ def load_factory(path: str) -> RankFactory:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"factory: {path!r} cannot be loaded: {error}") from error
     return factory
+
+
+def device_name(device: str) -> str:
+    """The model of this process's current GPU; empty for a device that is none."""
+    if device != "cuda":
+        return ""
+    import torch
+
+    name: str = torch.cuda.get_device_name()
+    return name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

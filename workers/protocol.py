@@ -73,11 +73,15 @@ ToEngine = AddRequest | Abort | Call | ApplySchedule | Shutdown
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The engine is loaded and its loop runs. step_times: measured before, if that was asked for."""
+    """The engine is loaded and its loop runs. step_times: measured before, if that was asked for.
+
+    device_name: the model of rank 0's GPU; empty without one.
+    """
 
     version: int
     pid: int
     step_times: tuple[StepTime, ...] = ()
+    device_name: str = ""
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

@@ -93,7 +93,7 @@ class Reporter:
         self._is_registered = False
         self._order: Order | None = None
         self._heard_at = time.monotonic()
-        self._fallback_version: Version | None = None
+        self._fallback: tuple[Version, dict[int, int]] | None = None  # what was put in force without a controller
         self._reply = msgspec.msgpack.Decoder(Reply)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -175,16 +175,16 @@ class Reporter:
         if time.monotonic() - self._heard_at < self._fallback_s:
             return
         epoch, number = (await self._engine.stats()).schedule_version
-        if epoch == 0 or (epoch, number) == self._fallback_version:
-            return
         schedule = self._static_schedule()
+        if epoch == 0 or ((epoch, number), schedule) == self._fallback:
+            return
         logger.warning(
             "No speculation controller for %g s: the configured draft lengths %s are in force again",
             self._fallback_s,
             schedule,
         )
-        self._fallback_version = (epoch, number + 1)
-        await self._apply(self._fallback_version, schedule)
+        self._fallback = (epoch, number + 1), dict(schedule)
+        await self._apply((epoch, number + 1), schedule)
 
     async def _apply(self, version: Version, schedule: dict[int, int]) -> None:
         try:

@@ -79,3 +79,4 @@ def test_a_newer_schedule_of_a_controller_stays_and_a_warning_says_so(parts, cap
         caplog.text
     )
     assert (client.schedule, admission.capacity) == ({4: 1}, 11)
+    assert settings.schedule == {2: 3}  # what the replica returns to without that controller

@@ -19,6 +19,7 @@ from tests.workers.fakes import FakeCore
 from workers import protocol
 from workers.engine_client import EngineClient, EngineDeadError
 from workers.engine_loop import EngineLoop
+from workers.gpu_worker import device_name
 
 
 def request(request_id: str, first: int = 100, num: int = 10) -> EngineRequest:
@@ -55,10 +56,10 @@ class Engine:
 
 
 @asynccontextmanager
-async def running(core: FakeCore, **kwargs: object) -> AsyncIterator[Engine]:
+async def running(core: FakeCore, *, device_name: str = "", **kwargs: object) -> AsyncIterator[Engine]:
     ours, theirs = socket.socketpair()
     client = await EngineClient.attach(ours, **kwargs)
-    engine = Engine(core, client, EngineLoop(core, theirs))
+    engine = Engine(core, client, EngineLoop(core, theirs, device_name=device_name))
     engine.thread.start()
     await client.wait_ready()
     try:
@@ -222,6 +223,13 @@ def test_garbage_from_the_replica_ends_the_loop_with_its_cause() -> None:
     messages = [protocol.decode_from_engine(payload) for payload in protocol.FrameBuffer().feed(ours.recv(1 << 16))]
     assert [type(message) for message in messages] == [protocol.Hello, protocol.EngineFailed]
     ours.close()
+
+
+async def test_the_replica_hears_which_gpu_rank_0_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    assert (device_name("cpu"), device_name("simulated")) == ("", "")
+    async with running(FakeCore(), device_name=device_name("cuda")) as engine:
+        assert engine.client.device_name == "NVIDIA H200"
 
 
 async def test_calls_run_through_the_loop() -> None:

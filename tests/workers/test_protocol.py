@@ -38,7 +38,7 @@ TO_ENGINE = [
     p.Shutdown(),
 ]
 FROM_ENGINE = [
-    p.Hello(version=1, pid=2),
+    p.Hello(version=1, pid=2, device_name="a GPU"),
     p.StepMessage(beat=3, deltas=(DELTA, TokenDelta(request_id="q", stop_reason="text"))),
     p.Rejected(request_id="x", message="no"),
     p.CallFailed(call_id=1, is_value_error=True, message="no"),
