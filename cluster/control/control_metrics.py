@@ -37,7 +37,7 @@ class ControlMetrics:
         self._epoch.set(state.epoch or 0, self._tags)
         self._changes.set(state.num_changes, self._tags)
         self._held.set(state.held is not None, self._tags)
-        for key, line in state.lines.items():
+        for key, line in state.live_lines.items():
             self._set_draft_lens(key[0], line.schedule)
         if state.belief is not None:
             for position, hazard in enumerate(state.belief.hazards):

@@ -146,7 +146,7 @@ class SpeculationController:
             del self._ranks[replica_id]
 
     def _log_schedules(self) -> None:
-        for key, line in self._state.lines.items():
+        for key, line in self._state.live_lines.items():
             for bound, verdict in line.verdicts.items():
                 if verdict.changes:
                     logger.info("%s, batch size up to %d: %s", key[0], bound, verdict.reason)

@@ -10,6 +10,8 @@ schedule of its own, decided from its own counts with the cluster's as the prior
 import math
 from collections.abc import Mapping
 
+import msgspec
+
 from cluster.control import policy
 from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
 from cluster.control.hazards import Belief, changed_since
@@ -32,6 +34,7 @@ _MISSED_REPORTS = 10  # after which a replica is forgotten
 _CHANGE_DEVIATIONS = 4.5
 _SETTLING_INTERVALS = 2.5  # of reports, after a change of traffic: those in between still tell of both kinds
 _IDLE_S = 10.0  # since a batch size was last run
+_LINE_KEPT_S = 600.0  # without a replica: one that returns goes on with its schedule and step times
 
 
 class ControlState:
@@ -60,6 +63,12 @@ class ControlState:
     def interval_s(self) -> float:
         """Seconds between two reports of a replica."""
         return report_interval_s(len(self.replicas))
+
+    @property
+    def live_lines(self) -> dict[LineKey, Line]:
+        """The lines that have replicas; those that a rollout has left wait, and nobody should hear of them."""
+        keys = {line_key(replica.registration) for replica in self.replicas.values()}
+        return {key: line for key, line in self.lines.items() if key in keys}
 
     @property
     def held(self) -> Order | None:
@@ -150,14 +159,16 @@ class ControlState:
             replica.version = max(replica.version, ack.version)
 
     def give(self, order: Order, *, now: float) -> list[Push]:
-        """An operator's order; the pushes it leads to.
+        """An operator's order; the pushes it leads to. It follows the one in force, whatever the operator's clock says.
 
         Raises:
             ValueError: a pinned schedule that cannot be.
         """
         if order.mode == "pin":
-            for line in self.lines.values():
+            for line in self.live_lines.values():
                 check_schedule(order.schedule, max_draft_len=line.draft_lens[-1])
+        if self.order is not None and order.issued_at <= self.order.issued_at:
+            order = msgspec.structs.replace(order, issued_at=math.nextafter(self.order.issued_at, math.inf))
         self._see_order(order)
         return self.decide(now=now)
 
@@ -171,7 +182,7 @@ class ControlState:
             return []
         self._learn(now)
         if self.held is None and self.belief is not None and now >= self._settled_at:
-            for line in self.lines.values():
+            for line in self.live_lines.values():
                 line.verdicts = self._weigh(line, line.schedule, self.belief, now)
                 line.schedule = self._take(line.schedule, line.verdicts, now)
             for replica in self.replicas.values():
@@ -243,18 +254,25 @@ class ControlState:
     def _settle_epoch(self, now: float) -> None:
         if self.epoch is None and self._first_at is not None and now - self._first_at >= 2 * self.interval_s:
             self.epoch = self._greatest_seen[0] + 1
-            self._adopt_newest()
+            self._adopt_schedules()
 
-    def _adopt_newest(self) -> None:
-        """Goes on from the newest schedules that an earlier controller left in force."""
+    def _adopt_schedules(self) -> None:
+        """Goes on from what an earlier controller left in force: of each line, the schedule that most replicas have.
+
+        The newest may be one replica's own, or the configured one that it fell back to.
+        """
         for key, line in self.lines.items():
             members = [r.registration for r in self.replicas.values() if line_key(r.registration) == key]
-            newest = max(members, key=lambda member: member.version, default=None)
-            if newest is not None and newest.version[0] > 0:
-                entries = schedule_entries(newest.schedule, line.max_num_seqs, line.draft_lens)
+            versions: dict[tuple[tuple[int, int], ...], list[Version]] = {}
+            for member in members:
+                if member.version[0] > 0:
+                    entries = schedule_entries(member.schedule, line.max_num_seqs, line.draft_lens)
+                    versions.setdefault(tuple(entries.items()), []).append(member.version)
+            if versions:
+                adopted = max(versions, key=lambda entries: (len(versions[entries]), max(versions[entries])))
                 line.schedule = {
                     bound: Setting(draft_len=draft_len, reason="taken over from an earlier controller")
-                    for bound, draft_len in entries.items()
+                    for bound, draft_len in adopted
                 }
 
     def _see_version(self, version: Version) -> None:
@@ -325,6 +343,12 @@ class ControlState:
         patience_s = _MISSED_REPORTS * self.interval_s
         for replica_id in [key for key, replica in self.replicas.items() if now - replica.seen_at > patience_s]:
             del self.replicas[replica_id]
+        live = self.live_lines
+        for key, line in list(self.lines.items()):
+            if key in live:
+                line.seen_at = now
+            elif now - line.seen_at > _LINE_KEPT_S:
+                del self.lines[key]
         self._note_idleness(now)
 
     def _note_idleness(self, now: float) -> None:

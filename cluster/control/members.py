@@ -1,6 +1,7 @@
 """Who takes part: the registered replicas, and the schedules that several of them share."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ class Replica:
 
 @dataclass(kw_only=True, slots=True)
 class Line:
-    """The schedule shared by the replicas of one accelerator type."""
+    """The schedule shared by the replicas of one accelerator type. seen_at: when it last had any."""
 
     schedule: Schedule
     draft_lens: tuple[int, ...]
@@ -50,6 +51,7 @@ class Line:
     times: StepTimes = field(default_factory=StepTimes)
     served_at: dict[int, float] = field(default_factory=dict)  # batch bucket -> when it was last reported
     verdicts: dict[int, Verdict] = field(default_factory=dict)
+    seen_at: float = -math.inf
 
 
 def line_key(registration: Registration) -> LineKey:

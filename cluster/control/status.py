@@ -72,7 +72,7 @@ def status_of(state: ControlState, *, app: str, deployment: str, now: float) -> 
                 bounds=_bounds(line.schedule, line.verdicts, now),
                 num_replicas=sum(state.line_of(replica) is line for replica in state.replicas.values()),
             )
-            for key, line in state.lines.items()
+            for key, line in state.live_lines.items()
         ),
         replicas=tuple(_replica(replica, now) for replica in state.replicas.values()),
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.control.estimate import ControlState, Push
 from cluster.control.messages import ControlOptions, Order, Reply
+from cluster.control.status import status_of
 from engine.speculative.schedule import ScheduleAck
 from tests.control.messages import DRAFT_LENS, CountingReplica, step_seconds
 
@@ -124,6 +125,17 @@ def test_a_new_controller_listens_first_and_goes_on_with_a_greater_epoch_from_wh
     assert {tuple(push.schedule.items()) for push in pushes} == {before}
 
 
+def test_a_new_controller_takes_over_what_most_replicas_have_though_one_has_a_newer_schedule_of_its_own() -> None:
+    cluster = Cluster(3)
+    shared, own = {2: 7, 8: 5}, {8: 1}
+    for name, version, schedule in (("r0", (3, 4), shared), ("r1", (3, 5), shared), ("r2", (3, 9), own)):
+        cluster.take(cluster.replicas[name], version, schedule)
+        cluster.state.register(cluster.replicas[name].registration(), now=cluster.now)
+    pushes = cluster.state.decide(now=cluster.now + 2.0)
+    assert {push.replica_id for push in pushes} == {"r0", "r1", "r2"}
+    assert {(push.schedule[1], push.schedule[8]) for push in pushes} == {(7, 5)}
+
+
 def test_a_controller_that_sees_a_greater_epoch_is_superseded_and_pushes_nothing() -> None:
     cluster = Cluster(2)
     cluster.run(5)
@@ -175,6 +187,25 @@ def test_a_rollout_that_changes_the_declared_lengths_keeps_what_was_learnt() -> 
     assert set(push.schedule) == {1, 2, 4, 8, 16} and push.schedule[8] in (0, 1)
 
 
+def test_a_schedule_without_replicas_is_neither_asked_nor_shown_and_forgotten_in_the_end() -> None:
+    cluster = Cluster(1)
+    cluster.run(5)
+    new, pin = CountingReplica("new", seed=9, static={8: 9}), Order(mode="pin", issued_at=1.0, schedule={8: 9})
+    cluster.state.register(new.registration(draft_lens=(0, 3, 9)), now=cluster.now)
+    with pytest.raises(ValueError, match="max_draft_len=7"):
+        cluster.state.give(pin, now=cluster.now)
+    cluster.state.leave("r0", incarnation=1, now=cluster.now)
+    (push,) = cluster.state.give(pin, now=cluster.now)
+    assert (push.replica_id, push.schedule) == ("new", {8: 9})
+    shown = status_of(cluster.state, app="a", deployment="d", now=cluster.now)
+    assert [line.num_replicas for line in shown.lines] == [1]
+    assert len(cluster.state.lines) == 2  # for a replica that returns soon
+    later = cluster.now + 700.0
+    cluster.state.report(new.report(), now=later)
+    cluster.state.decide(now=later)
+    assert list(cluster.state.lines) == [("toy", (0, 3, 9), 8)]
+
+
 def test_silent_replicas_are_forgotten_and_idleness_is_noticed() -> None:
     cluster = Cluster(2)
     assert cluster.state.idle_since == 0.0
@@ -218,6 +249,19 @@ def test_a_pin_and_a_freeze_hold_also_for_the_next_controller_until_released() -
     assert cluster.draft_lens() == {best(HARD, 8)}
     with pytest.raises(ValueError, match="max_draft_len=7"):
         cluster.state.give(Order(mode="pin", issued_at=4.0, schedule={8: 9}), now=cluster.now)
+
+
+def test_an_order_counts_though_the_operator_s_clock_is_behind_that_of_the_one_before() -> None:
+    cluster = Cluster(2)
+    cluster.run(5)
+    first = Order(mode="pin", issued_at=1.8e9, schedule={8: 2})
+    cluster.push(cluster.state.give(first, now=cluster.now))
+    cluster.push(cluster.state.give(Order(mode="pin", issued_at=1.7e9, schedule={8: 5}), now=cluster.now))
+    assert cluster.draft_lens() == {5}
+    cluster.state.register(cluster.replicas["r0"].registration(order=first), now=cluster.now)  # it kept the first one
+    assert cluster.state.held is not None and cluster.state.held.schedule == {8: 5}
+    cluster.state.give(Order(mode="release", issued_at=1.7e9), now=cluster.now)
+    assert cluster.state.held is None
 
 
 @pytest.mark.parametrize("changes", [{"protocol": 2}, {"draft_lens": (1, 2)}, {"max_num_seqs": 0}])
