@@ -65,7 +65,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _dummy_weights_are_meant(self) -> "ClusterConfig":
-        formats = {"model.load_format": self.model.load_format}
+        formats: dict[str, str] = {"model.load_format": self.model.load_format}
         if self.speculative_config is not None:
             formats["speculative_config.load_format"] = self.speculative_config.load_format or "auto"
         dummies = [key for key, value in formats.items() if value == "dummy"]
