@@ -18,8 +18,9 @@ from engine.config.engine import EngineConfig
 from engine.config.identity import engine_identity
 from engine.config.machine import Machine, probe_machine
 from engine.config.model import DrafterConfig, TargetConfig, parse_target_config
+from engine.config.weight_types import resolve_drafter_weights, resolve_dtype
 from engine.simulated.profile import SimulationOptions, load_simulation
-from engine.weights.checkpoint import checkpoint_dtype, count_parameters
+from engine.weights.checkpoint import count_parameters
 from engine.weights.progress import Progress
 from engine.weights.source import SourceNotHereError, fetch
 
@@ -133,7 +134,7 @@ def resolve_engine_config(
         model, revision=revision, progress=progress, needs_weights=needs_weights and load_format != "dummy"
     )
     target = parse_target_config(str(model_dir))
-    resolved_dtype = _resolve_dtype(dtype, model_dir)
+    resolved_dtype = resolve_dtype(dtype, model_dir)
     resolved_len = _resolve_max_model_len(max_model_len, target)
 
     drafter_dir, drafter = None, None
@@ -175,7 +176,7 @@ def resolve_engine_config(
         tensor_parallel_size=tensor_parallel_size,
         drafter_tensor_parallel=drafter_tensor_parallel,
         hidden_state_gather=cast(Literal["taps", "fused"], hidden_state_gather),
-        drafter_weights=_resolve_drafter_weights(drafter_weights, drafter, device, resolved_dtype),
+        drafter_weights=resolve_drafter_weights(drafter_weights, drafter, device, resolved_dtype),
         drafter_attention=resolve_drafter_attention(speculative_config, resolved_dtype, drafter),
         max_model_len=resolved_len,
         max_num_seqs=max_num_seqs,
@@ -247,25 +248,6 @@ def _check_options(
         raise ValueError("device: 'cuda' needs an NVIDIA GPU and a CUDA build of torch, and none is visible; use 'cpu'")
 
 
-def _resolve_drafter_weights(
-    asked: str, drafter: DrafterConfig | None, device: str, dtype: str
-) -> Literal["model", "int8"]:
-    obstacle: str | None
-    if drafter is None:
-        obstacle = "there is no drafter (no speculative_config)"
-    elif device != "cpu":
-        obstacle = f"8-bit weights are a CPU format, and device is '{device}'"
-    elif dtype != "bfloat16":
-        obstacle = f"8-bit weights need dtype 'bfloat16', not '{dtype}'"
-    else:
-        from engine.layers.cpu_jit import unavailable_reason  # imports torch, which a simulated device does not need
-
-        obstacle = unavailable_reason()
-    if asked == "int8" and obstacle is not None:
-        raise ValueError(f"drafter_weights: 'int8' cannot be had: {obstacle}; use 'auto' or 'model'")
-    return "model" if asked == "model" or obstacle is not None else "int8"
-
-
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: must be one of {', '.join(allowed)}, got {value!r}")
@@ -292,21 +274,6 @@ def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Mach
             config.acceptance_rate_window_size,
             config.acceptance_rate_threshold,
         )
-
-
-def _resolve_dtype(dtype: str, model_dir: Path) -> Literal["float32", "bfloat16"]:
-    if dtype != "auto":
-        return cast(Literal["float32", "bfloat16"], dtype)
-    stored = checkpoint_dtype(model_dir)
-    if stored == "float32":
-        return "float32"
-    if stored == "float16":
-        logger.warning(
-            "dtype: the checkpoint is float16; auto takes bfloat16, which rounds it (float32 would be exact)"
-        )
-    elif stored not in ("bfloat16", None):
-        raise ValueError(f"dtype: the checkpoint's {stored!r} is not supported; set float32 or bfloat16")
-    return "bfloat16"
 
 
 def _resolve_max_model_len(given: int | None, target: TargetConfig) -> int:

@@ -81,6 +81,7 @@ def test_warned_of_at_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], message: str
 ) -> None:
     target, drafter = files(tmp_path, {})
+    warn_of_allow_advanced_sampling.cache_clear()  # once per process, and other tests are of this one
     with caplog.at_level(logging.WARNING):
         config = resolve(target, spec(drafter, **options), machine=CPU)
     assert [message in record.getMessage() for record in caplog.records] == [True]
