@@ -14,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
+from engine.config.decoding import warn_of_allow_advanced_sampling
 from tests.engine.test_models_config_refuses import REMOVE, edited
 from tests.engine.test_resolve import B200, CPU, DRAFTER, TARGET, resolve, spec, write_checkpoint
 
