@@ -107,7 +107,7 @@ def test_row_by_row_path_draws_the_same_tokens(name: str) -> None:
 
 
 def thresholds_with(change: str) -> Callable[..., torch.Tensor]:
-    """`row_thresholds` with one mistake in it."""
+    """`row_thresholds`, or `selected_thresholds`, with one mistake in it."""
 
     def mutated(scaled_NV: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         off = {
@@ -145,7 +145,8 @@ def thresholds_with(change: str) -> Callable[..., torch.Tensor]:
 )
 def test_a_wrong_filter_fails(change: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert goodness(CASES[case]) > ALPHA
-    monkeypatch.setattr(sampler_module, "row_thresholds", thresholds_with(change))
+    for name in ("row_thresholds", "selected_thresholds"):  # with a bound on top_k, and without
+        monkeypatch.setattr(sampler_module, name, thresholds_with(change))
     assert goodness(CASES[case]) < ALPHA
 
 
