@@ -22,6 +22,7 @@ class FakeConfig:
     tensor_parallel_size: int = 1
     device: str = "cpu"
     max_num_batched_tokens: int = 512
+    max_upload_len: int = 512
     step_s: float = 0.0
     fail_rank: int = -1  # this rank's construction raises
     hang_rank: int = -1  # this rank sleeps for ever ...
