@@ -41,7 +41,7 @@ class OwnTraffic:
         self._is_new = True
 
     def changed(self) -> None:
-        """The cluster's traffic has changed: old predictions say nothing. Whether own traffic counts stays as it is until a new one was judged."""
+        """The cluster's traffic has changed: old predictions say nothing. `is_own` stays until a new one is judged."""
         self._record = Record(1 + len(_HALF_LIVES_S))
 
     def believe(self, now: float, cluster: Belief) -> Belief:
