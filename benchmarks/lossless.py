@@ -7,7 +7,8 @@ pairs: 15 runs of 10 prompts x 64 tokens that cover every pair of values of K 1/
        chunk 16/512, batch 1/8, preemption no/yes, pipeline depth 0/1, tensor parallel size 1/2.
 
 Runs that OUT.json holds already, of the same drafter, are not repeated, and --limit makes at most that many new ones:
-the whole can be made in pieces. A run with preemption gets smaller and smaller caches until it preempts.
+the whole can be made in pieces. --share I/N makes every N-th run from the I-th on, for N processes side by side with a
+file each; --join FILE ... then puts their runs into OUT.json. A run with preemption gets smaller and smaller caches until it preempts.
 """
 
 import argparse
@@ -139,6 +140,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, help="make at most so many new runs")
     parser.add_argument("--part", choices=("full", "pairs", "all"), default="all")
+    parser.add_argument(
+        "--share", type=share, default=(0, 1), metavar="I/N", help="of N processes side by side, I from 0"
+    )
+    parser.add_argument("--join", type=Path, nargs="+", default=[], metavar="FILE", help="take over the runs of these")
     args = parser.parse_args()
     cases = json.loads(args.reference.read_text())["cases"]
     jobs: list[tuple[str, list[dict], dict, int]] = []
@@ -153,22 +158,37 @@ def main() -> None:
         "runs": [],
         "different": 0,
     }
-    if args.out.exists():
-        earlier = json.loads(args.out.read_text())
+    for file in [args.out] * args.out.exists() + args.join:
+        earlier = json.loads(file.read_text())
         for key in ("versions", "drafter_sha256"):
             if earlier.get(key) != record[key]:
-                sys.exit(f"{args.out}: holds runs of another {key}: {earlier.get(key)}; give another file")
-        record = earlier
+                sys.exit(f"{file}: holds runs of another {key}: {earlier.get(key)}; give another file")
+        record = {**earlier, "runs": record["runs"] + [row for row in earlier["runs"] if row not in record["runs"]]}
+    if args.join:
+        save(args.out, record)
+    first, step = args.share
+    jobs = jobs[first::step]
     left = [job for job in jobs if not any(is_row_of(row, job[0], job[2]) for row in record["runs"])]
     for part, chosen, run, num_tokens in left[: args.limit]:
         record["runs"].append({"part": part, **compare(args, chosen, run, num_tokens)})
-        record["different"] = sum(len(row["different"]) for row in record["runs"])
-        args.out.write_text(json.dumps(record, indent=1))
+        save(args.out, record)
     print(
         f"{len(jobs) - len(left)} runs were there, {len(left[: args.limit])} made, "
         f"{len(left[len(left[: args.limit]) :])} left; {record['different']} outputs differ"
     )
     sys.exit(1 if record["different"] else 0)
+
+
+def share(text: str) -> tuple[int, int]:
+    index, count = map(int, text.split("/"))
+    if not 0 <= index < count:
+        raise ValueError(f"{text}: want I/N with 0 <= I < N")
+    return index, count
+
+
+def save(out: Path, record: dict) -> None:
+    record["different"] = sum(len(row["different"]) for row in record["runs"])
+    out.write_text(json.dumps(record, indent=1))
 
 
 def is_row_of(row: dict, part: str, run: dict) -> bool:
