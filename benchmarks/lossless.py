@@ -8,7 +8,8 @@ pairs: 15 runs of 10 prompts x 64 tokens that cover every pair of values of K 1/
 
 Runs that OUT.json holds already, of the same drafter, are not repeated, and --limit makes at most that many new ones:
 the whole can be made in pieces. --share I/N makes every N-th run from the I-th on, for N processes side by side with a
-file each; --join FILE ... then puts their runs into OUT.json. A run with preemption gets smaller and smaller caches until it preempts.
+file each; --join FILE ... then puts their runs into OUT.json. A run with preemption gets smaller and smaller caches
+until it preempts.
 """
 
 import argparse
