@@ -138,7 +138,7 @@ def fused(
 
 def compile_part(part: str) -> None:
     mine = part_of(part)
-    workspace = GemmWorkspace(torch.device("cuda"))
+    workspace = GemmWorkspace.create(torch.device("cuda"), part_elements=1 << 22, counters=1 << 14)
     work = [(p, rows, cut) for p in PRODUCTS for rows in (16, 64) for cut in cuts(p)]
     for number, (product, rows, cut) in enumerate(work):
         if mine(number):
@@ -195,7 +195,7 @@ def main() -> None:
     begin = time.perf_counter()
     compile_in_parallel(__file__, [])
     compiled = time.perf_counter() - begin
-    workspace = GemmWorkspace(torch.device("cuda"))
+    workspace = GemmWorkspace.create(torch.device("cuda"), part_elements=1 << 22, counters=1 << 14)
     results, left_out = [], 0
     for rows in ROWS:
         for product in PRODUCTS:

@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +19,7 @@ from engine.config.engine import EngineConfig
 from engine.parallel.plan_ring import PlanReader, PlanRingClosed
 from engine.parallel.tp_group import TpGroup
 from engine.rank_factory import make_rank
-from engine.runner.memory_probe import measured_config
+from engine.runner.memory_probe import given_blocks_fit, measured_config, run_largest_steps
 from engine.runner.runner import ModelRunner
 from engine.step import StepPlan
 from engine.weights.loader import load_drafter, load_target
@@ -45,7 +46,8 @@ class EngineRank:
     KV blocks measured where it left them open.
 
     Raises:
-        ValueError: a checkpoint that does not fit its config (names the tensor and the shapes).
+        ValueError: a checkpoint that does not fit its config (names the tensor and the shapes); a KV cache that does
+            not fit the GPU (shows the arithmetic).
     """
 
     def __init__(
@@ -78,19 +80,25 @@ class EngineRank:
         if config.drafter is not None:
             say("loading the drafter")
             drafter = load_drafter(config, self.tp)
-        if config.num_blocks == 0:
+        measured = config.num_blocks == 0
+        if measured:
             say("measuring the GPU's memory")
             config = self.config = measured_config(config, target=target, drafter=drafter, tp=self.tp, device=device)
         say("allocating the KV cache")
-        self.runner = ModelRunner(
-            config=config,
-            target=target,
-            drafter=drafter,
-            kv=KvCache.create(config, self.tp),
-            tp=self.tp,
-            device=device,
-            progress=say,
-        )
+        checked = device.type == "cuda" and not measured
+        with given_blocks_fit(config, device) if checked else nullcontext():
+            self.runner = ModelRunner(
+                config=config,
+                target=target,
+                drafter=drafter,
+                kv=KvCache.create(config, self.tp),
+                tp=self.tp,
+                device=device,
+                progress=say,
+            )
+            if checked:
+                say("running the largest steps")
+                run_largest_steps(self.runner, config, device)
         say("ready")
 
     def follow(self, reader: PlanReader) -> None:

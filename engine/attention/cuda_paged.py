@@ -66,7 +66,7 @@ def _group_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: Att
         and flash.unavailable_reason() is None
     )
     if may_flash:
-        out_nE.copy_(flash.flash_attention(q_nhD, k_cache, v_cache, group))
+        flash.flash_attention(q_nhD, k_cache, v_cache, group, out_nE)
     else:
         _ragged(q_nhD, k_cache, v_cache, group, out_nE)
 

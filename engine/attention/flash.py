@@ -2,7 +2,8 @@
 
 Facts relied on (4.0.0b36): causal masks are aligned to the end of the keys, `seqused_k` - queries being the first
 query's position; num_splits must be 1 on SM90, which has no split-KV there; page sizes 16, 64 and 128 are right; tables
-and lengths are int32. Rows past `seqused_k` in a sequence's last block may be read, with weight 0: the cache is finite.
+and lengths are int32. Rows past `seqused_k` in a sequence's last block may be read, with weight 0, and so is every key
+of a tile that a query's mask hides: what a sequence counts as used must be its own and finite.
 """
 
 import functools
@@ -60,17 +61,23 @@ def suits(q_NhD: Tensor, block_size: int) -> bool:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Lengths:
     """A group's int32 arguments. The table has spare columns of the null block: a row's filler queries may point past
-    its own blocks."""
+    its own blocks.
+
+    real_n1: which queries the library computes, where filler ones at the end are left out; None: all.
+    """
 
     cu_queries_R1: Tensor
     used_R: Tensor
     table_RB: Tensor
+    real_n1: Tensor | None
 
 
-def flash_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup) -> Tensor:
-    """[n, h * D]: attention of one group's rows, scaled by 1 / sqrt(D).
+def flash_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
+    """Writes the attention of one group's rows, scaled by 1 / sqrt(D), into out [n, h * D].
 
-    A causal query past its sequence's kv_len (filler) sees rows that its block holds from before; nobody reads it.
+    A causal query past its sequence's kv_len is filler that nobody reads. In a group of one sequence, as every prompt
+    program's is, it gets zeros and no key past kv_len is read: those keys may be another request's, or the null
+    block's, and a weight of 0 times a NaN is a NaN. With more sequences it sees what lies there.
     """
     block_size = k_cache.shape[1]
     lengths = group.cache.get(flash_attention)
@@ -89,7 +96,11 @@ def flash_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: Atte
         num_splits=1,
     )
     out: Tensor = result[0] if isinstance(result, tuple) else result
-    return out.reshape(q_nhD.shape[0], -1)
+    out = out.reshape(q_nhD.shape[0], -1)
+    if lengths.real_n1 is None:
+        out_nE.copy_(out)
+    else:
+        torch.where(lengths.real_n1, out, out.new_zeros(()), out=out_nE)
 
 
 def _lengths(group: AttentionGroup, block_size: int) -> _Lengths:
@@ -97,6 +108,14 @@ def _lengths(group: AttentionGroup, block_size: int) -> _Lengths:
     starts = [0]
     for length in group.q_lens:
         starts.append(starts[-1] + length)
+    if len(starts) == 2 and group.causal:
+        num_1 = (group.kv_len_R - group.q_start_R).to(torch.int32)
+        return _Lengths(
+            cu_queries_R1=F.pad(num_1, (1, 0)),
+            used_R=group.kv_len_R.to(torch.int32),
+            table_RB=group.block_table_RB.to(torch.int32),
+            real_n1=torch.arange(starts[1], device=device)[:, None] < num_1,
+        )
     uniform = min(group.q_lens) == max(group.q_lens)
     if not group.causal:
         used_R = group.kv_len_R
@@ -113,4 +132,5 @@ def _lengths(group: AttentionGroup, block_size: int) -> _Lengths:
         cu_queries_R1=cu_queries_R1,
         used_R=used_R.to(torch.int32),
         table_RB=F.pad(group.block_table_RB, (0, spare)).to(torch.int32),
+        real_n1=None,
     )

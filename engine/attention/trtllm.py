@@ -22,7 +22,10 @@ _WORKSPACE_BYTES = 128 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Lengths:
-    """A group's int32 arguments; spare table columns are the null block (filler queries may point past a row's own)."""
+    """A group's int32 arguments; spare table columns are the null block (filler queries may point past a row's own).
+
+    Filler queries of a group of one sequence are left out, as `engine.attention.flash` does and for its reason.
+    """
 
     cu_queries_R1: Tensor
     cu_keys_R1: Tensor
@@ -40,7 +43,7 @@ class TrtllmAttention:
     def __call__(self, q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: AttentionContext) -> Tensor:
         """Softmax attention scaled by 1 / sqrt(D); see `engine.attention.context.Attention` for the shapes."""
         N, h, D = q_NhD.shape
-        every_row = sum(group.num_rows for group in ctx.groups) == N
+        every_row = sum(group.num_rows for group in ctx.groups if len(group.q_lens) > 1) == N
         out_NhD = (torch.empty if every_row else torch.zeros)(N, h, D, dtype=q_NhD.dtype, device=q_NhD.device)
         for group in ctx.groups:
             lengths = group.cache.get(TrtllmAttention)
@@ -72,7 +75,8 @@ class TrtllmAttention:
 def _lengths(group: AttentionGroup, block_size: int) -> _Lengths:
     assert group.causal or group.window is None, "the kernel has no window without causality"
     device = group.kv_len_R.device
-    lens_R = upload(group.q_lens, device)
+    alone = len(group.q_lens) == 1 and group.causal
+    lens_R = group.kv_len_R - group.q_start_R if alone else upload(group.q_lens, device)
     used_R = group.q_start_R + lens_R if group.causal else group.kv_len_R
     spare = -(-max(group.q_lens) // block_size)
     return _Lengths(

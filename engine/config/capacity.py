@@ -113,6 +113,25 @@ def check_measured_blocks(
         )
 
 
+def check_given_blocks(config: EngineConfig, *, total_bytes: int, free_bytes: int) -> None:
+    """Raises ValueError if a GPU has less free memory, weights loaded, than the cache that the user asked for."""
+    left = free_bytes - config.num_blocks * bytes_per_block(config)
+    if left < 0:
+        raise ValueError(not_enough_beside_the_cache(config, total_bytes, free_bytes, left))
+
+
+def not_enough_beside_the_cache(config: EngineConfig, total_bytes: int, free_bytes: int, left_bytes: int) -> str:
+    """Why a cache of a given size is refused. free_bytes: before it. left_bytes: behind it; too few for the rest."""
+    block_bytes = bytes_per_block(config)
+    return (
+        f"KV cache size: {_size(total_bytes)} of GPU memory - {_size(total_bytes - free_bytes)} taken (weights, "
+        f"libraries, other processes) - {config.num_blocks} blocks x {block_bytes} bytes = "
+        f"{_size(config.num_blocks * block_bytes)} of KV cache leave {_size(left_bytes)}, too little for activations "
+        "and recorded programs. Ask for a smaller KV cache or for none (it is then measured), or lower max_num_seqs or "
+        "max_num_batched_tokens"
+    )
+
+
 def _default_blocks(config: EngineConfig, block_bytes: int) -> int:
     usable = config.max_num_seqs * config.max_blocks_per_seq + 1
     if config.device == "simulated":

@@ -141,12 +141,30 @@ class Scaled:
     eps: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GemmWorkspace:
-    """Parts and counters of split sums, shared by every product on one stream. Counters are zero between calls."""
+    """Parts of split sums, and counters, which are zero between calls. Calls that may run at the same time need their
+    own; calls of one stream may share."""
 
-    def __init__(self, device: torch.device, *, part_elements: int = 1 << 22, counters: int = 1 << 14) -> None:
-        self.part = torch.empty(part_elements, dtype=torch.float32, device=device)
-        self.count = torch.zeros(counters, dtype=torch.int32, device=device)
+    part: Tensor
+    count: Tensor
+
+    @classmethod
+    def create(cls, device: torch.device, *, part_elements: int, counters: int) -> "GemmWorkspace":
+        return cls(
+            part=torch.empty(part_elements, dtype=torch.float32, device=device),
+            count=torch.zeros(counters, dtype=torch.int32, device=device),
+        )
+
+
+def part_elements(rows: int, outputs: int, cut: GemmCut) -> int:
+    """Numbers in the parts of a product of so many rows and outputs."""
+    BM = _tile_rows(rows)
+    return triton.cdiv(rows, BM) * BM * triton.cdiv(outputs, cut.outputs) * cut.outputs * cut.num_splits
+
+
+def _tile_rows(rows: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(rows)))
 
 
 def row_gemm(
@@ -178,11 +196,11 @@ def row_gemm(
     assert x.stride(1) == out_MN.stride(1) == 1
     assert residual_MN is None or (residual_MN.stride(1) == 1 and residual_MN.shape == out_MN.shape)
     assert cut.num_splits == 1 or (not swiglu and workspace is not None)
-    BM = min(64, max(16, triton.next_power_of_2(M)))
+    BM = _tile_rows(M)
     m_tiles, n_tiles = triton.cdiv(M, BM), triton.cdiv(N, cut.outputs)
     if workspace is not None and cut.num_splits > 1:
         assert m_tiles * n_tiles <= workspace.count.numel()
-        assert m_tiles * n_tiles * cut.num_splits * BM * cut.outputs <= workspace.part.numel()
+        assert part_elements(M, N, cut) <= workspace.part.numel()
     made = None
     if next_norm is not None:
         squares = torch.empty(M, n_tiles, dtype=torch.float32, device=x.device)

@@ -27,17 +27,28 @@ def cuda_rows(x: Tensor) -> CudaRows | None:
     """The kernels for tensors like x; None on other devices and types, and where `unavailable_reason` has one."""
     if not x.is_cuda or x.dtype not in KERNEL_DTYPES or unavailable_reason() is not None:
         return None
-    return _of(x.device)
+    return _kernels()
 
 
 @functools.cache
-def _of(device: torch.device) -> CudaRows:
-    return CudaRows(device)
+def _kernels() -> CudaRows:
+    return CudaRows(pdl=dependent_launch() and not interpreted())
+
+
+def split_counters(num_outputs: int, device: torch.device) -> Tensor:
+    """Counters of split sums for a matrix of so many outputs: int32 zeros, which every product leaves as zeros.
+
+    The matrix owns them, so products that run at the same time (another engine's, or on another stream) share none.
+    """
+    return torch.zeros(num_outputs, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """A decoder layer's tensors; see `engine.models.decoder.DecoderLayer`. qk_norm: [h + g, D] or None."""
+    """A decoder layer's tensors; see `engine.models.decoder.DecoderLayer`. qk_norm: [h + g, D] or None.
+
+    o_count, down_count: their `split_counters`.
+    """
 
     input_norm: Tensor
     qkv: Tensor
@@ -45,23 +56,23 @@ class LayerWeights:
     qk_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
+    o_count: Tensor
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    down_count: Tensor
     eps: float
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CudaRows:
-    """One per device. Every tensor is on it and of one dtype; rows may be any stride apart where 2-dimensional."""
+    """Without state. All tensors of a call are on one device and of one dtype; rows may be any stride apart where
+    2-dimensional. pdl: whether launches overlap."""
 
-    def __init__(self, device: torch.device) -> None:
-        from engine.kernels.row_gemm import GemmWorkspace  # imports Triton, which not every machine has
-
-        self.pdl = dependent_launch() and not interpreted()
-        self._workspace = GemmWorkspace(device)
+    pdl: bool
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from engine.kernels.row_ops import rms_norm
@@ -120,15 +131,17 @@ class CudaRows:
 
         return shard_argmax(score_NV, vocab_start, pdl=self.pdl)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor | None:
-        """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice."""
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, count: Tensor
+    ) -> Tensor | None:
+        """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: `split_counters`."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
         cut = gemm_cut(rows=rows, K=K, N=N)
         if cut is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        self._product(x.reshape(rows, K), weight, out, bias=bias)
+        self._product(x.reshape(rows, K), weight, out, bias=bias, count=count)
         return out.view(*x.shape[:-1], N)
 
     def write_context(
@@ -235,11 +248,19 @@ class CudaRows:
         N, H = x_NH.shape
         y_NH = x_NH.new_empty(N, H)
         post_norm = (layer.post_norm, layer.eps)
-        scaled = self._product(attended_NE, layer.o, y_NH, bias=layer.o_bias, residual_MN=x_NH, next_norm=post_norm)
+        scaled = self._product(
+            attended_NE,
+            layer.o,
+            y_NH,
+            bias=layer.o_bias,
+            residual_MN=x_NH,
+            next_norm=post_norm,
+            count=layer.o_count,
+        )
         assert scaled is not None
         mixed = x_NH.new_empty(N, layer.down.shape[1])
         self._product(scaled, layer.gate_up, mixed, swiglu=True)
-        return self._product(mixed, layer.down, out_NH, residual_MN=y_NH, next_norm=next_norm)
+        return self._product(mixed, layer.down, out_NH, residual_MN=y_NH, next_norm=next_norm, count=layer.down_count)
 
     def _product(
         self,
@@ -251,17 +272,26 @@ class CudaRows:
         swiglu: bool = False,
         residual_MN: Tensor | None = None,
         next_norm: tuple[Tensor, float] | None = None,
+        count: Tensor | None = None,
     ) -> Scaled | None:
-        from engine.kernels.row_gemm import row_gemm
+        """count: needed where `gemm_cut` may split the sum."""
+        from engine.kernels.row_gemm import GemmWorkspace, part_elements, row_gemm
 
-        cut = gemm_cut(rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
+        rows, outputs = out.shape
+        cut = gemm_cut(rows=rows, K=weight.shape[1], N=outputs, swiglu=swiglu)
         assert cut is not None
+        workspace = None
+        if cut.num_splits > 1:
+            assert count is not None
+            # The parts are free again behind the call: the allocator's memory is in the order of the stream.
+            part = torch.empty(part_elements(rows, outputs, cut), dtype=torch.float32, device=out.device)
+            workspace = GemmWorkspace(part=part, count=count)
         return row_gemm(
             x,
             weight,
             out,
             cut=cut,
-            workspace=self._workspace if cut.num_splits > 1 else None,
+            workspace=workspace,
             bias=bias,
             swiglu=swiglu,
             residual_MN=residual_MN,

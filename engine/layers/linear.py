@@ -1,6 +1,8 @@
 """`Linear`: the one matrix layer every model uses: torch; once prepared, the CPU kernel of `cpu_gemm`; for few rows on
 CUDA, the Triton kernel of `engine.kernels.row_gemm`."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 from engine.layers.cpu_gemm import PackedMatrix
 from engine.layers.cpu_int8_gemm import Int8Matrix, suits_int8
 from engine.layers.cpu_jit import KERNEL_DTYPES, unavailable_reason
-from engine.layers.cuda_rows import cuda_rows
+from engine.layers.cuda_rows import cuda_rows, split_counters
 
 _UPCAST_ROWS = 8192  # weight rows widened at a time where torch must return float32 from bfloat16 weights on the CPU
 
@@ -78,13 +80,18 @@ class Linear(nn.Module):
         """weight [out, in]; a copy once the kernel has taken over."""
         return self.weight if self._matrix is None else self._matrix.unpacked()
 
+    @functools.cached_property
+    def split_count(self) -> Tensor:
+        """Counters of the CUDA kernel, made at the first call; see `split_counters`."""
+        return split_counters(self.weight.shape[0], self.weight.device)
+
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out]."""
         if self._matrix is not None:
             return self._matrix.matmul(x)
         on_gpu = cuda_rows(x)
         if on_gpu is not None:
-            y = on_gpu.linear(x, self.weight, self.bias, self.out_dtype)
+            y = on_gpu.linear(x, self.weight, self.bias, self.out_dtype, self.split_count)
             if y is not None:
                 return y
         if self.out_dtype is None or self.out_dtype == x.dtype:

@@ -1,26 +1,36 @@
 """How many KV blocks fit a GPU: the largest steps are run and the largest programs recorded, then memory is counted.
 
-Everything but the KV cache is in place for that: weights, libraries, workspaces. All K/V go to the null block.
+Everything but the KV cache is in place for that: weights, libraries, workspaces. All K/V go to the null block. Steps
+include what runs outside the recorded programs: a ragged forward of prompts whose tokens are scored, and the largest
+verify whose rows ask for log-probabilities and for changed logits.
 """
 
 import gc
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from engine.attention.kv_cache_tensors import KvCache
-from engine.config.capacity import DEFAULT_GPU_SHARE, check_measured_blocks
+from engine.config.capacity import (
+    DEFAULT_GPU_SHARE,
+    check_given_blocks,
+    check_measured_blocks,
+    not_enough_beside_the_cache,
+)
 from engine.config.engine import EngineConfig
 from engine.kv_cache.block_bytes import bytes_per_block
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
 from engine.runner.decode_programs import row_buckets
+from engine.runner.prompt_programs import chunk_sizes, longest_chunk
 from engine.runner.runner import ModelRunner
-from engine.step import BlockTableUpdate, PrefillChunk, SlotInit, StepPlan
+from engine.sampling_params import MAX_LOGPROBS
+from engine.step import BlockTableUpdate, LogitsRules, PrefillChunk, SlotInit, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +41,22 @@ CACHED_BATCHES = 16  # blocks of so many full batches are kept, requests and pre
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
     """Bytes on one GPU. free: before the probe, weights loaded. largest: taken by the largest steps and programs.
-    per_pair: taken by one more pair of programs."""
+    per_pair, per_size: taken by one more pair of decode programs, by the prompt programs of one more size."""
 
     total: int
     free: int
     largest: int
     per_pair: int
     num_pairs: int
+    per_size: int
+    num_sizes: int
 
     @property
     def for_blocks(self) -> int:
         """What is left for the KV cache."""
         reserve = math.ceil(self.total * (1.0 - DEFAULT_GPU_SHARE))
-        return self.free - reserve - self.largest - self.per_pair * (self.num_pairs - 1)
+        more = self.per_pair * (self.num_pairs - 1) + self.per_size * (self.num_sizes - 1)
+        return self.free - reserve - self.largest - more
 
 
 def measured_config(
@@ -89,7 +102,7 @@ def measure(
     probe = replace(config, num_blocks=_PROBE_BLOCKS, debug_checks=False)
     largest = (row_buckets(config.max_num_seqs)[-1], config.draft_len_choices[-1])
     pairs = [largest, *([(1, 0)] if largest != (1, 0) else [])]
-    after_pair: list[int] = []
+    marks: dict[str, list[int]] = {}
     runner = ModelRunner(
         config=probe,
         target=target,
@@ -97,18 +110,22 @@ def measure(
         kv=KvCache.create(probe, tp),
         tp=tp,
         device=device,
-        progress=_noting(after_pair, free_bytes),
+        progress=lambda phase: marks.setdefault(phase.split(":")[0], []).append(free_bytes()),
         only_pairs=pairs,
     )
-    after_pair.append(free_bytes())
-    launch_largest_prefill(runner, probe)
+    after = free_bytes()
+    launch_largest_steps(runner, probe)
     free_bytes()
     use = MemoryUse(
         total=total,
         free=before,
         largest=before - min(lowest),
-        per_pair=max(after_pair[-2] - after_pair[-1], 0) if len(after_pair) > 2 else 0,
+        per_pair=_of_the_last(marks.get("recording decode programs", []), after),
         num_pairs=len(row_buckets(config.max_num_seqs)) * len(config.draft_len_choices),
+        per_size=_of_the_last(
+            marks.get("recording prompt programs", []), marks.get("recording draft programs", [0])[0]
+        ),
+        num_sizes=len(chunk_sizes(longest_chunk(config))),
     )
     del runner
     gc.collect()
@@ -116,11 +133,18 @@ def measure(
     return use
 
 
-def launch_largest_prefill(runner: ModelRunner, config: EngineConfig) -> None:
-    """A step of max_num_batched_tokens prompt tokens in as many prompts as have slots, all of which sample."""
-    num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
-    length = min(config.max_num_batched_tokens // num_slots, config.max_model_len - 1)
-    num_blocks = -(-(length + config.lookahead) // config.block_size)
+def launch_largest_steps(runner: ModelRunner, config: EngineConfig) -> None:
+    """What takes most memory outside the recorded programs; two steps that nobody reads.
+
+    max_num_batched_tokens prompt tokens in as many prompts as have slots, all scored; then the widest verify of all
+    slots. Every row draws with a filter, changes its logits and asks for all the log-probabilities it may.
+    """
+    slots = range(config.max_num_seqs)
+    num_prompts = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // num_prompts, config.max_model_len - 1)
+    num_blocks = -(-(length + 1 + config.lookahead) // config.block_size)
+    width = config.draft_len_choices[-1]
+    rules = LogitsRules(logit_bias=((0, 1.0),), presence_penalty=0.5 if config.enable_penalty else 0.0)
     inits = tuple(
         SlotInit(
             slot=slot,
@@ -130,30 +154,64 @@ def launch_largest_prefill(runner: ModelRunner, config: EngineConfig) -> None:
             min_len=0,
             temperature=1.0,
             top_k=0,
-            top_p=0.5,
+            top_p=0.5 if config.enable_top_p else 1.0,
             min_p=0.0,
             seed=slot,
             stop_token_ids=(),
+            num_logprobs=MAX_LOGPROBS,
+            num_prompt_logprobs=MAX_LOGPROBS,
+            rules=rules,
         )
-        for slot in range(num_slots)
+        for slot in slots
     )
+    chunks = tuple(
+        PrefillChunk(slot=slot, start=0, token_ids=(0,) * length, samples=True, scored_next=(0,) * (length - 1))
+        for slot in range(num_prompts)
+    )
+    # Steps at which ranks are compared have other numbers: what they read here may be anything.
     runner.launch(
         StepPlan(
-            step_id=1,  # not one at which ranks are compared: what they read here may be anything
+            step_id=1,
             verify_len=0,
-            draft_len=config.draft_len_choices[-1],
+            draft_len=width,
             new_slots=inits,
             block_updates=tuple(
-                BlockTableUpdate(slot=slot, first_index=0, block_ids=(0,) * num_blocks) for slot in range(num_slots)
+                BlockTableUpdate(slot=slot, first_index=0, block_ids=(0,) * num_blocks) for slot in slots
             ),
-            prefill=tuple(
-                PrefillChunk(slot=slot, start=0, token_ids=(0,) * length, samples=True) for slot in range(num_slots)
-            ),
+            prefill=chunks,
         )
     )
     runner.discard()
+    runner.launch(StepPlan(step_id=2, verify_len=width, draft_len=width, decode_slots=tuple(slots)))
+    runner.discard()
 
 
-def _noting(values: list[int], free_bytes: Callable[[], int]) -> Callable[[str], None]:
-    """A progress callback that notes the free memory ahead of every pair."""
-    return lambda phase: values.append(free_bytes())
+def run_largest_steps(runner: ModelRunner, config: EngineConfig, device: torch.device) -> None:
+    """`launch_largest_steps` on an engine whose cache the user sized: what does not fit shows now, not in service."""
+    if config.debug_checks:
+        return  # they forbid rows without blocks of their own
+    launch_largest_steps(runner, config)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def given_blocks_fit(config: EngineConfig, device: torch.device) -> Iterator[None]:
+    """Around the allocation of a cache that the user sized, and whatever takes memory behind it.
+
+    Raises:
+        ValueError: it does not fit beside what is there already or what came behind it; the message shows the
+            arithmetic.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    check_given_blocks(config, total_bytes=total, free_bytes=free)
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        left = free - config.num_blocks * bytes_per_block(config)
+        raise ValueError(not_enough_beside_the_cache(config, total, free, left)) from error
+
+
+def _of_the_last(free_before: list[int], free_after: int) -> int:
+    """Bytes that the last of several programs took. 0: there was only one, which counts as a largest step."""
+    return max(free_before[-1] - free_after, 0) if len(free_before) > 1 else 0

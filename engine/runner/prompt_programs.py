@@ -39,6 +39,11 @@ _SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096
 _EAGER_TRAITS = SlotTraits.LOGPROBS | SlotTraits.RULES
 
 
+def longest_chunk(config: EngineConfig) -> int:
+    """Tokens of a prompt that one step may take."""
+    return min(config.max_num_batched_tokens, config.max_model_len - 1)
+
+
 def chunk_sizes(longest: int) -> tuple[int, ...]:
     """Sizes for chunks of up to `longest` tokens, ascending; the last is the least that holds the longest."""
     return (*[size for size in _SIZES if size < longest], longest)
@@ -111,7 +116,8 @@ class _ChunkPrograms:
 class PromptPrograms:
     """All sizes of one engine. results: int32 [1, NUM_COUNTS + 1], the packed row of the chunk that ran last.
 
-    num_parameters: of the target on this rank. only_largest: record one size alone, to see what it takes.
+    num_parameters: of the target on this rank. only_ends: record the largest and the smallest size alone, to see what
+    they take.
     """
 
     def __init__(
@@ -125,13 +131,14 @@ class PromptPrograms:
         recorder: Recorder,
         device: torch.device,
         num_parameters: int,
-        only_largest: bool = False,
+        only_ends: bool = False,
     ) -> None:
         self.state, self.builder = state, builder
         self.target_program, self.draft_program = target_program, draft_program
         self.block_size = config.block_size
-        longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
-        self._sizes = chunk_sizes(longest)[-1:] if only_largest else chunk_sizes(longest)
+        longest = longest_chunk(config)
+        sizes = chunk_sizes(longest)
+        self._sizes = tuple(sorted({sizes[0], sizes[-1]})) if only_ends else sizes
         self.numbers = torch.zeros(_HEADER + longest, dtype=torch.int64, device=device)
         self.slot_1 = self.numbers[2:3]
         self.results = torch.zeros(1, NUM_COUNTS + 1, dtype=torch.int32, device=device)
@@ -152,6 +159,7 @@ class PromptPrograms:
         for number, size in enumerate(reversed(self._sizes)):
             progress(f"recording prompt programs: {number + 1} of {len(self._sizes)} ({size} tokens)")
             self._programs[size].record(self._recorder)
+        progress("recording draft programs")
         for draft_len, variant in itertools.product(self._draft_lens, self._draft_variants):
             self._drafts[draft_len, variant] = self._recorder.record(
                 lambda k=draft_len, filters=variant.value.filters: self.draft_program.draft(self.slot_1, k, filters)

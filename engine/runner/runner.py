@@ -64,7 +64,8 @@ class ModelRunner:
     With decode programs (`config.decode_programs`) a step's decode rows and its prompt chunks run one behind the other,
     the first in programs of fixed shapes, the second in others or in a ragged forward; without, they share one forward.
 
-    progress: called with a short phase name while programs are recorded. only_pairs: see DecodePrograms.
+    progress: called with a short phase name while programs are recorded. only_pairs: see DecodePrograms; of the prompt
+    programs then only the ends are recorded.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class ModelRunner:
             recorder=recorder,
             device=self._device,
             num_parameters=sum([p.numel() for p in self._target.parameters()]),
-            only_largest=only_pairs is not None,
+            only_ends=only_pairs is not None,
         )
         self._prompt_programs.record(progress)
         self._decode_programs.record(progress)

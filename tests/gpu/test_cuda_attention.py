@@ -64,15 +64,77 @@ def test_flash_attention_is_captured_and_right(causal: bool, block_size: int) ->
         q, k, v = problem.tensors(torch.bfloat16, "cuda")
         k, v = k.nan_to_num(0.0), v.nan_to_num(0.0)
         group = problem.group("cuda")
-        flash.flash_attention(q, k, v, group)
+        out = torch.empty(q.shape[0], problem.h * problem.D, dtype=q.dtype, device="cuda")
+        flash.flash_attention(q, k, v, group, out)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = flash.flash_attention(q, k, v, group)
+            flash.flash_attention(q, k, v, group, out)
         out.fill_(float("nan"))
         graph.replay()
         expected = problem.expected(q, k, v)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=1.6e-2, atol=1.6e-2)
+
+
+def check_filler(problem: Problem, device: str, dtype: torch.dtype) -> None:
+    """Everything past the sequence's own keys is NaN but what its last block holds, as a cache keeps it."""
+    q, k, v = problem.tensors(dtype, device)
+    group = problem.group(device)
+    last = group.block_table_RB[0, (problem.kv_lens[0] - 1) // problem.block_size]
+    k[last], v[last] = k[last].nan_to_num(0.5), v[last].nan_to_num(0.5)
+    num_rows, num_real = sum(problem.q_lens), problem.q_lens[0] - problem.short[0]
+    out = torch.full((num_rows, problem.h * problem.D), float("nan"), dtype=dtype, device=device)
+    flash.flash_attention(q, k, v, group, out)
+    expected = problem.expected(q, k, v)[:num_real]
+    torch.testing.assert_close(out[:num_real].cpu().double(), expected, rtol=1.6e-2, atol=1.6e-2)
+    assert not out[num_real:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize(("start", "length", "short"), [(0, 384, 300), (100, 96, 1), (250, 512, 129)])
+def test_a_prompt_program_reads_nothing_past_its_prompt(block_size: int, start: int, length: int, short: int) -> None:
+    if flash.unavailable_reason() is not None:
+        pytest.skip(str(flash.unavailable_reason()))
+    shape = {"q_lens": (length,), "starts": (start,), "short": (short,), "block_size": block_size}
+    check_filler(Problem(**shape, h=32, g=8, D=128), "cuda", torch.bfloat16)
+    check_filler(Problem(**shape, h=9, g=3, D=64), "cuda", torch.bfloat16)
+
+
+def hungry_flash_attn(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    page_table: torch.Tensor,
+    causal: bool,
+    num_splits: int,
+) -> torch.Tensor:
+    """As the library by its documentation: masks end at the last key, masked keys are read with weight 0, in whole
+    pages; rows that no sequence has are left as they were allocated."""
+    assert {t.dtype for t in (cu_seqlens_q, seqused_k, page_table)} == {torch.int32}
+    assert num_splits == 1
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
+    out = torch.full_like(q, float("nan"))
+    page = k_cache.shape[1]
+    for r, (first, end) in enumerate(zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)):
+        keys = int(seqused_k[r])
+        pages = page_table[r, : -(-keys // page)].long()
+        k, v = (c[pages].flatten(0, 1).repeat_interleave(q.shape[1] // c.shape[2], dim=1) for c in (k_cache, v_cache))
+        position = keys - (end - first) + torch.arange(end - first)[:, None] if causal else torch.tensor([[keys - 1]])
+        seen = torch.arange(k.shape[0]) <= position
+        score = torch.einsum("qhd,shd->hqs", q[first:end], k) / q.shape[2] ** 0.5
+        out[first:end] = torch.einsum("hqs,shd->qhd", score.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    return out
+
+
+@pytest.mark.parametrize("short", [0, 1, 17, 39])
+def test_filler_queries_of_one_sequence_are_left_out(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_function", lambda: hungry_flash_attn)
+    check_filler(Problem(q_lens=(40,), starts=(21,), short=(short,)), "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("max_kv_len", [64, 2048, 32768])

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.cuda_paged import cuda_paged_attention
+from engine.kernels.gemm_choice import GemmCut
 from engine.layers import cuda_rows as cuda_rows_module
 from engine.layers import linear, rms_norm, rotary
 from engine.layers.cuda_rows import CudaRows
+from engine.layers.linear import Linear
 from engine.models import decoder, dflash, target
 from engine.models.decoder import DecoderLayer
 from tests.gpu.places import places
@@ -32,7 +34,7 @@ def _checkpoints(directory: Path, kind: str, head_dim: int) -> tuple[Path, Path]
 
 def _interpret(models: PagedModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets these CPU models take the way of CUDA ones."""
-    kernels = CudaRows(torch.device("cpu"))
+    kernels = CudaRows(pdl=False)
     for module in (decoder, dflash, linear, rms_norm, rotary, target):
         monkeypatch.setattr(module, "cuda_rows", lambda x: kernels)
     assert models.drafter is not None
@@ -91,3 +93,23 @@ def test_models(
             assert (got - exact).norm() <= bound
         if device == "cpu":
             break  # the interpreter's dot does not know bfloat16
+
+
+@torch.inference_mode()
+def test_every_matrix_owns_its_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of a process share nothing that their kernels write, and products leave zeros behind."""
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs in processes without a GPU")
+    monkeypatch.setattr(linear, "unavailable_reason", lambda: "weights stay as they are")
+    monkeypatch.setattr(cuda_rows_module, "gemm_cut", lambda **shape: GemmCut(outputs=16, inputs=32, num_splits=3))
+    target_dir, drafter_dir = _checkpoints(tmp_path, "qwen3", 16)
+    config = engine_config(target_dir, drafter_dir, block_size=16, num_blocks=31)
+    both = [PagedModels.load(config, num_seqs=3) for _ in range(2)]
+    for models in both:
+        _interpret(models, monkeypatch)
+    first, second = (_outputs(models, 9) for models in both)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    counts = [module.split_count for models in both for module in models.target.modules() if isinstance(module, Linear)]
+    assert len({count.data_ptr() for count in counts}) == len(counts) > 8
+    assert not any(count.any() for count in counts)

@@ -119,7 +119,9 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
         pytest.skip("the interpreter launches nothing")
     M, K, N = case["M"], case["K"], case["N"]
     swiglu, splits = case.get("swiglu", False), case.get("splits", 1)
-    workspace = GemmWorkspace(torch.device(device), part_elements=1 << 20, counters=256) if splits > 1 else None
+    workspace = None
+    if splits > 1:
+        workspace = GemmWorkspace.create(torch.device(device), part_elements=1 << 20, counters=256)
     for dtype in dtypes(device):
         x = _random(M, K + 8, dtype=dtype, device=device)[:, :K]
         weight = _random((2 if swiglu else 1) * N, K, dtype=dtype, device=device, seed=1, scale=K**-0.5)
