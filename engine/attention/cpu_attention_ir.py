@@ -14,8 +14,16 @@ from engine.layers.cpu_tile_ir import WeightType
 
 
 def module_ir(kind: WeightType) -> str:
-    """Text of a module with `attention(job)` for queries, cache and output of the kind."""
-    k = Kernel(ir.Module(), "attention")
+    """Text of a module with `attention(job)` for queries, cache and output of the kind, and `attention_wide(job)` with
+    an output of float32, rounded to the kind."""
+    module = ir.Module()
+    _attention(module, kind, kind, name="attention")
+    _attention(module, kind, "float32", name="attention_wide")
+    return str(module)
+
+
+def _attention(module: ir.Module, kind: WeightType, out_kind: WeightType, *, name: str) -> None:
+    k = Kernel(module, name)
     b = k.b
     dim, group, kv_heads = k.word(Word.HEAD_DIM), k.word(Word.GROUP), k.word(Word.KV_HEADS)
     units, visible, stride = k.pointer(Word.UNITS), k.pointer(Word.VISIBLE), k.word(Word.SCORE_STRIDE)
@@ -77,9 +85,8 @@ def module_ir(kind: WeightType) -> str:
             target = b.add(b.mul(b.add(first_row, row), out_stride), b.mul(b.mul(kv_head, group), dim))
             with k.loop(0, b.mul(group, dim), LANES) as d:
                 value = k.load8(sums, b.add(source, d), "float32")
-                k.store8(value, k.pointer(Word.OUT), b.add(target, d), kind)
+                k.store8(k.rounded(value, kind), k.pointer(Word.OUT), b.add(target, d), out_kind)
     b.ret_void()
-    return str(k.module)
 
 
 def _read_eight(

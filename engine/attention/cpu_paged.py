@@ -25,7 +25,7 @@ _MIN_TEAM_WORK = 1 << 17  # multiply-adds below which waking the other threads c
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
+class GroupPlan:
     """A group's work, made at the step's first layer. job: every word but the layer's tensors and the counters.
 
     kept: the tensors whose addresses are in the job.
@@ -37,17 +37,23 @@ class _Plan:
 
 
 @functools.cache
-def _kernel(kind: WeightType) -> JobKernel:
+def attention_kernel(dtype: torch.dtype, *, wide: bool = False) -> JobKernel:
+    """The compiled kernel; wide: its output is float32, rounded to the type."""
+    return JobKernel(_code(KERNEL_DTYPES[dtype]), "attention_wide" if wide else "attention")
+
+
+@functools.cache
+def _code(kind: WeightType) -> Any:
     from engine.attention.cpu_attention_ir import module_ir  # imports llvmlite, which not every machine has
 
-    return JobKernel(compile_ir(module_ir(kind), optimise=True), "attention")
+    return compile_ir(module_ir(kind), optimise=True)
 
 
 def cpu_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: AttentionContext) -> Tensor:
     """Softmax attention scaled by 1 / sqrt(D); see `engine.attention.context.Attention` for the shapes."""
     N, h, D = q_NhD.shape
     suited = q_NhD.device.type == "cpu" and q_NhD.dtype in KERNEL_DTYPES and D % 8 == 0
-    if not suited or unavailable_reason() is not None or any(_window_matters(group) for group in ctx.groups):
+    if not suited or unavailable_reason() is not None or any(window_matters(group) for group in ctx.groups):
         return paged_attention(q_NhD, k_cache, v_cache, ctx)
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
@@ -56,13 +62,13 @@ def cpu_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: At
         q_NhD = q_NhD.contiguous()
     every_row = sum(group.num_rows for group in ctx.groups) == N
     out_NE = torch.empty(N, h * D, dtype=q_NhD.dtype) if every_row else torch.zeros(N, h * D, dtype=q_NhD.dtype)
-    kernel, q_stride = _kernel(KERNEL_DTYPES[q_NhD.dtype]), q_NhD.stride(0)
+    kernel, q_stride = attention_kernel(q_NhD.dtype), q_NhD.stride(0)
     for group in ctx.groups:
         key = (cpu_paged_attention, h, *k_cache.shape[1:])
         plan = group.cache.get(key)
         if plan is None:
-            plan = group.cache[key] = _plan(group, h, k_cache)
-        assert isinstance(plan, _Plan)
+            plan = group.cache[key] = group_plan(group, h, k_cache)
+        assert isinstance(plan, GroupPlan)
         first = group.first_row * q_NhD.element_size()
         job = plan.job
         job[Word.Q] = q_NhD.data_ptr() + first * q_stride
@@ -75,12 +81,13 @@ def cpu_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: At
     return out_NE
 
 
-def _window_matters(group: AttentionGroup) -> bool:
+def window_matters(group: AttentionGroup) -> bool:
     """Some query may see less than its first positions, which is all the kernel knows."""
     return group.window is not None and int(group.q_start_R.max()) + max(group.q_lens) > group.window
 
 
-def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:
+def group_plan(group: AttentionGroup, h: int, k_cache: Tensor, *, threads: int | None = None) -> GroupPlan:
+    """threads: that may run the job at once; None: as many as its work is worth."""
     _, block_size, kv_heads, D = k_cache.shape
     G, R = h // kv_heads, len(group.q_lens)
     kv_lens = group.kv_len_R.tolist()
@@ -93,7 +100,8 @@ def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:
     units_U3 = torch.tensor(units, dtype=torch.int64)
     visible_n = torch.tensor(visible, dtype=torch.int64)
     max_queries = max(rows for _, _, rows in units) * G
-    threads = torch.get_num_threads() if sum(visible) * h * D >= _MIN_TEAM_WORK else 1
+    if threads is None:
+        threads = torch.get_num_threads() if sum(visible) * h * D >= _MIN_TEAM_WORK else 1
     scratch = torch.empty(
         threads, scratch_floats(max_queries=max_queries, head_dim=D, max_visible=most_visible), dtype=torch.float32
     )
@@ -105,7 +113,7 @@ def _plan(group: AttentionGroup, h: int, k_cache: Tensor) -> _Plan:
     job[Word.SCRATCH], job[Word.SCRATCH_STRIDE] = scratch.data_ptr(), scratch.shape[1]
     job[Word.MAX_QUERIES], job[Word.SCORE_STRIDE] = max_queries, score_stride(most_visible)
     job[Word.SCALE] = float_bits(1.0 / math.sqrt(D))
-    return _Plan(job=job, threads=threads, kept=(table_RB, units_U3, visible_n, scratch))
+    return GroupPlan(job=job, threads=threads, kept=(table_RB, units_U3, visible_n, scratch))
 
 
 def _units(

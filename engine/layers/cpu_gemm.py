@@ -7,6 +7,7 @@ where it can be used, in `cpu_jit`.
 import ctypes
 import functools
 from dataclasses import dataclass
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -20,6 +21,29 @@ from engine.layers.cpu_tile_ir import PANEL, GemmWeight
 # on all threads. A call to torch costs several us when the weights have just swept the caches.
 MAX_SELF_WIDENED = 64 * 1024
 ALIGN = 32  # bytes, of weights, bias and scales
+
+
+class GemmWord(IntEnum):
+    """The 64-bit words of a product's job, as `cpu_program` runs it."""
+
+    LAYER = 0  # a GemmLayer
+    X = auto()  # float32 [ROWS, k]; int8 weights: the quantiser's pairs
+    OUT = auto()  # [ROWS, o]
+    ROWS = auto()
+    TICKET = auto()  # 0 at the start; numbers the threads
+    COUNTERS = auto()  # `panel_counters`
+    ROW_SCALE = auto()  # int8 weights: float32 [ROWS]
+
+
+class QuantiseWord(IntEnum):
+    """The 64-bit words of the quantiser's job."""
+
+    X = 0  # bfloat16 [ROWS, SIZE]
+    PAIRS = auto()  # out, int16 [ROWS, SIZE]
+    ROW_SCALE = auto()  # out, float32 [ROWS]
+    ROWS = auto()
+    SIZE = auto()  # a multiple of 8
+    COUNTER = auto()  # 0 at the start
 
 
 class GemmLayer(ctypes.Structure):
@@ -40,10 +64,15 @@ class GemmLayer(ctypes.Structure):
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """Compiled entry points of one weight type, by the type of x (int8 weights take bfloat16 alone). `engine` owns
-    their machine code and must outlive them."""
+    their machine code and must outlive them.
+
+    worker, quantise: addresses of kernels for `cpu_program`; only int8 weights have the second.
+    """
 
     from_float32: Any
     from_bfloat16: Any
+    worker: int
+    quantise: int
     engine: Any
 
 
@@ -57,8 +86,17 @@ def load_kernels(weight: GemmWeight) -> Kernels:
     return Kernels(
         from_float32=None if weight == "int8" else kind(engine.get_function_address("gemm_float32")),
         from_bfloat16=kind(engine.get_function_address("gemm_bfloat16")),
+        worker=engine.get_function_address("worker"),
+        quantise=engine.get_function_address("quantise_rows") if weight == "int8" else 0,
         engine=engine,
     )
+
+
+def panel_counters(panels: int, threads: int) -> list[int]:
+    """Where each thread's share of the panels begins, a cache line each: the start of a product's counters."""
+    words = [0] * (8 * threads)
+    words[::8] = [thread * panels // threads for thread in range(threads)]
+    return words
 
 
 def pack_weight(weight_OK: Tensor) -> Tensor:
@@ -90,6 +128,7 @@ class PackedMatrix:
         assert out_dtype in KERNEL_DTYPES
         assert threads >= 1
         self.o, self.k = weight_OK.shape
+        self.threads = threads
         self.in_dtype, self.out_dtype = weight_OK.dtype, out_dtype
         self.packed = pack_weight(weight_OK)
         self._bias = torch.zeros(self.packed.shape[0] * PANEL, dtype=torch.float32)
@@ -107,9 +146,9 @@ class PackedMatrix:
             out_dtype == torch.float32,
             None,
         )
-        self._address = ctypes.addressof(self._layer)
-        kernels = load_kernels(KERNEL_DTYPES[weight_OK.dtype])
-        self._from_float32, self._from_bfloat16 = kernels.from_float32, kernels.from_bfloat16
+        self.address = ctypes.addressof(self._layer)  # of the GemmLayer
+        self.kernels = load_kernels(KERNEL_DTYPES[weight_OK.dtype])
+        self._from_float32, self._from_bfloat16 = self.kernels.from_float32, self.kernels.from_bfloat16
 
     def unpacked(self) -> Tensor:
         """The weight as [o, k], a copy."""
@@ -126,8 +165,8 @@ class PackedMatrix:
             return out
         rows = size // self.k
         if x.dtype == torch.bfloat16 and size <= MAX_SELF_WIDENED:
-            self._from_bfloat16(self._address, x.data_ptr(), out.data_ptr(), rows)
+            self._from_bfloat16(self.address, x.data_ptr(), out.data_ptr(), rows)
         else:
             wide = x.float()
-            self._from_float32(self._address, wide.data_ptr(), out.data_ptr(), rows)
+            self._from_float32(self.address, wide.data_ptr(), out.data_ptr(), rows)
         return out

@@ -42,7 +42,7 @@ class Int8Matrix:
         assert threads >= 1
         self.o, self.k = weight_OK.shape
         assert suits_int8(self.k)
-        self.out_dtype = out_dtype
+        self.threads, self.out_dtype = threads, out_dtype
         self.packed, self.scale = pack_int8(weight_OK)
         self._bias = torch.zeros(self.packed.shape[0] * PANEL, dtype=torch.float32)
         if bias_O is not None:
@@ -59,8 +59,9 @@ class Int8Matrix:
             out_dtype == torch.float32,
             self.scale.data_ptr(),
         )
-        self._address = ctypes.addressof(self._layer)
-        self._kernel = load_kernels("int8").from_bfloat16
+        self.address = ctypes.addressof(self._layer)  # of the GemmLayer
+        self.kernels = load_kernels("int8")
+        self._kernel = self.kernels.from_bfloat16
         self._max_rows = max(1, MAX_SELF_WIDENED // self.k)
 
     def unpacked(self) -> Tensor:
@@ -78,7 +79,7 @@ class Int8Matrix:
         x_bytes, out_bytes = self.k * x.element_size(), self.o * out.element_size()
         for first in range(0, rows, self._max_rows):
             self._kernel(
-                self._address,
+                self.address,
                 x.data_ptr() + first * x_bytes,
                 out.data_ptr() + first * out_bytes,
                 min(self._max_rows, rows - first),

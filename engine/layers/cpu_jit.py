@@ -85,7 +85,12 @@ def compile_ir(text: str, *, optimise: bool = False) -> Any:
         raise RuntimeError("torch does not run on GNU OpenMP here")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    llvm.add_symbol("GOMP_parallel", ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value)
+    for name, library in (
+        ("GOMP_parallel", openmp),
+        ("omp_get_num_threads", openmp),
+        ("sched_yield", ctypes.CDLL(None)),
+    ):
+        llvm.add_symbol(name, ctypes.cast(library[name], ctypes.c_void_p).value)
     module = llvm.parse_assembly(text)
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
@@ -100,12 +105,15 @@ def compile_ir(text: str, *, optimise: bool = False) -> Any:
 
 
 class JobKernel:
-    """A compiled `void f(i64* job)` of `engine.layers.cpu_ir`, run by one thread or by a team."""
+    """A compiled `void f(i64* job)` of `engine.layers.cpu_ir`, run by one thread or by a team.
+
+    address: of the function, for as long as this object lives.
+    """
 
     def __init__(self, engine: Any, name: str) -> None:
         self._engine = engine  # owns the code
-        self._address = engine.get_function_address(name)
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self.address: int = engine.get_function_address(name)
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         openmp = _openmp()
         assert openmp is not None
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -116,4 +124,4 @@ class JobKernel:
         if threads == 1:
             self._alone(ctypes.addressof(job))
         else:
-            self._team(self._address, ctypes.addressof(job), threads, 0)
+            self._team(self.address, ctypes.addressof(job), threads, 0)

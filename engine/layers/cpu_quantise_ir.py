@@ -77,4 +77,33 @@ row_end:
 done:
   ret void
 }}
+
+; every row once, taken by any number of threads. job: x, q, row_scale, rows, size, counter
+define void @quantise_rows(ptr %job) {{
+entry:
+  %x = load ptr, ptr %job
+  %at.q = getelementptr i64, ptr %job, i64 1
+  %q = load ptr, ptr %at.q
+  %at.row_scale = getelementptr i64, ptr %job, i64 2
+  %row_scale = load ptr, ptr %at.row_scale
+  %at.rows = getelementptr i64, ptr %job, i64 3
+  %rows = load i64, ptr %at.rows
+  %at.size = getelementptr i64, ptr %job, i64 4
+  %size = load i64, ptr %at.size
+  %counter = getelementptr i64, ptr %job, i64 5
+  br label %grab
+grab:
+  %r = atomicrmw add ptr %counter, i64 1 monotonic
+  %is_row = icmp slt i64 %r, %rows
+  br i1 %is_row, label %row, label %done
+row:
+  %first = mul i64 %r, %size
+  %x_r = getelementptr i16, ptr %x, i64 %first
+  %q_r = getelementptr i16, ptr %q, i64 %first
+  %scale_r = getelementptr float, ptr %row_scale, i64 %r
+  call void @quantise(ptr %x_r, ptr %q_r, ptr %scale_r, i64 1, i64 %size)
+  br label %grab
+done:
+  ret void
+}}
 """

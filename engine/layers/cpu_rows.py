@@ -32,6 +32,7 @@ class RowKernels:
 
         engine = compile_ir(module_ir(KERNEL_DTYPES[dtype]), optimise=True)
         self.dtype = dtype
+        self._engine = engine
         self._norm, self._add_norm = JobKernel(engine, "rms_norm"), JobKernel(engine, "add_rms_norm")
         self._silu, self._rotate = JobKernel(engine, "silu_mul"), JobKernel(engine, "rotate_and_write")
         self._norm_job = ctypes.c_int64 * len(NormWord)
@@ -115,6 +116,11 @@ class RowKernels:
         # Rows of one step may share a slot only in the null block, whose contents nobody reads.
         self._rotate.run(job, _threads(qkv.numel()))
         return q
+
+    def address(self, name: str) -> int:
+        """Of a compiled kernel, valid while this object lives."""
+        found: int = self._engine.get_function_address(name)
+        return found
 
     @staticmethod
     def suit(*, hidden_size: int, mlp_size: int, head_dim: int) -> bool:

@@ -7,19 +7,21 @@ from those only by the order of the norm's sum. Each row is computed alone.
 from llvmlite import ir
 
 from engine.layers.cpu_ir import F32, I64, LANES, PTR, V8F, Kernel, Value
-from engine.layers.cpu_rows_job import MAX_HEAD_DIM, NormWord, RotateWord, SiluWord
+from engine.layers.cpu_rows_job import MAX_HEAD_DIM, WIDE, NormWord, RotateWord, SiluWord
 from engine.layers.cpu_tile_ir import WeightType
 
-ROWS_PER_GRAB = 4
+ROWS_PER_GRAB = 1
 _MAX_EXP = 88.0
 
 
 def module_ir(kind: WeightType) -> str:
-    """Text of a module with rms_norm(job), add_rms_norm(job), silu_mul(job) and rotate_and_write(job)."""
+    """Text of a module with rms_norm(job), add_rms_norm(job), silu_mul(job), their wide variants, and
+    rotate_and_write(job)."""
     module = ir.Module()
-    _norm(module, kind, name="rms_norm", add=False)
-    _norm(module, kind, name="add_rms_norm", add=True)
-    _silu_mul(module, kind)
+    for out_kind, suffix in ((kind, ""), ("float32", WIDE)):
+        _norm(module, kind, out_kind, name=f"rms_norm{suffix}", add=False)
+        _norm(module, kind, out_kind, name=f"add_rms_norm{suffix}", add=True)
+        _silu_mul(module, kind, out_kind, name=f"silu_mul{suffix}")
     _rotate_and_write(module, kind)
     return str(module)
 
@@ -32,7 +34,7 @@ def _inverse_root_mean_square(k: Kernel, squares: Value, size: Value, eps: Value
     return k.splat(b.fdiv(ir.Constant(F32, 1.0), root))
 
 
-def _norm(module: ir.Module, kind: WeightType, *, name: str, add: bool) -> None:
+def _norm(module: ir.Module, kind: WeightType, out_kind: WeightType, *, name: str, add: bool) -> None:
     """out = x / rms(x) * weight; with add: sum = x + delta first, and the norm of the rounded sum."""
     k = Kernel(module, name)
     b = k.b
@@ -55,13 +57,13 @@ def _norm(module: ir.Module, kind: WeightType, *, name: str, add: bool) -> None:
         with k.loop(0, size, LANES) as i:
             at = b.add(start, i)
             unit = k.rounded(b.fmul(k.load8(source, at, kind), scale), kind)
-            k.store8(b.fmul(unit, k.load8(weight, i, kind)), out, at, kind)
+            k.store8(k.rounded(b.fmul(unit, k.load8(weight, i, kind)), kind), out, at, out_kind)
     b.ret_void()
 
 
-def _silu_mul(module: ir.Module, kind: WeightType) -> None:
+def _silu_mul(module: ir.Module, kind: WeightType, out_kind: WeightType, *, name: str) -> None:
     """out = silu(gate) * up, x being [gate | up]."""
-    k = Kernel(module, "silu_mul")
+    k = Kernel(module, name)
     b = k.b
     size, x, out = k.word(SiluWord.SIZE), k.pointer(SiluWord.X), k.pointer(SiluWord.OUT)
     with k.shared_loop(k.at(k.job, SiluWord.COUNTER, I64), k.word(SiluWord.ROWS), ROWS_PER_GRAB) as row:
@@ -74,7 +76,7 @@ def _silu_mul(module: ir.Module, kind: WeightType) -> None:
             too_large = b.fcmp_ordered(">", negative, k.floats(_MAX_EXP))
             decay = k.exp(b.select(too_large, k.floats(_MAX_EXP), negative))
             silu = k.rounded(b.fdiv(gate, b.fadd(k.floats(1.0), decay)), kind)
-            k.store8(b.fmul(silu, up), out, b.add(target, i), kind)
+            k.store8(k.rounded(b.fmul(silu, up), kind), out, b.add(target, i), out_kind)
     b.ret_void()
 
 

@@ -2,6 +2,7 @@
 
 from enum import IntEnum, auto
 
+WIDE = "_wide"  # suffix of the kernels whose output is float32, rounded to the kind: what the matrix kernel reads
 MAX_HEAD_DIM = 512  # of rotate_and_write, which holds one head on the stack
 
 

@@ -76,6 +76,12 @@ class Linear(nn.Module):
         """Whether the CPU kernel has taken over."""
         return self._matrix is not None
 
+    @property
+    def matrix(self) -> PackedMatrix | Int8Matrix:
+        """What the CPU kernel multiplies by, once it has taken over."""
+        assert self._matrix is not None, "not prepared"
+        return self._matrix
+
     def plain_weight(self) -> Tensor:
         """weight [out, in]; a copy once the kernel has taken over."""
         return self.weight if self._matrix is None else self._matrix.unpacked()

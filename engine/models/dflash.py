@@ -22,6 +22,7 @@ from engine.layers.cuda_rows import cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import RotaryTable, rotate
+from engine.models.cpu_stack import CpuStacks
 from engine.models.decoder import DecoderLayer, LayerSpec, run_layers
 from engine.models.draft_head import DraftHead
 from engine.parallel.sharding import shard, shard_heads
@@ -76,6 +77,7 @@ class DFlashDrafter(nn.Module):
         self._layers = [DecoderLayer(self.spec, tp=layer_tp, attention=attention) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self._stacks = CpuStacks(self._layers, self.norm)
         # Copies of the layers' K and V rows, [k0 | v0 | k1 | v1 ..], so that the context takes one GEMM.
         self.context_kv = Linear(
             H,
@@ -176,6 +178,9 @@ class DFlashDrafter(nn.Module):
         """
         angles = self.rotary.rows(positions_N)
         if not self.config.attention:
+            stack = self._stacks.find(x_NH, ctx, kv.drafter_kv)
+            if stack is not None:
+                return stack.run(x_NH, angles, ctx)[0]
             x_NH = run_layers(self._layers, x_NH, angles, ctx, kv.drafter_kv, [None] * len(self._layers))
             return self.norm.forward(x_NH)
         contexts = {kind: _context_of(kind, ctx) for kind in self.config.attention}

@@ -17,6 +17,7 @@ from engine.layers.cuda_rows import cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm
 from engine.layers.rotary import RotaryTable
+from engine.models.cpu_stack import CpuStacks
 from engine.models.decoder import DecoderLayer, LayerSpec, run_layers
 from engine.parallel.sharding import shard, shard_heads
 from engine.parallel.tp_group import TpGroup
@@ -72,6 +73,7 @@ class TargetModel(nn.Module):
         self._layers = [DecoderLayer(spec, tp=tp, attention=attention) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self._stacks = CpuStacks(self._layers, self.norm)
         head_rows = 0 if config.tie_word_embeddings else self.vocab.size
         self.head = Linear(H, head_rows, dtype=dtype, device=device, out_dtype=torch.float32)
         if config.tie_word_embeddings:
@@ -99,13 +101,17 @@ class TargetModel(nn.Module):
         tap_layers: ascending 0-based layer ids; tap j is the residual stream after layer tap_layers[j], which
             `transformers` calls hidden_states[tap_layers[j] + 1] (for all but the last layer).
         """
-        x_NH = self.embed(ids_N)
+        x_NH, angles = self.embed(ids_N), self.rotary.rows(positions_N)
+        stack = self._stacks.find(x_NH, ctx, kv.target_kv, tap_layers)
+        if stack is not None:
+            hidden_NH, taps_NTH = stack.run(x_NH, angles, ctx)
+            return TargetOutput(hidden_NH=hidden_NH, taps_NTH=taps_NTH)
         taps_NTH = x_NH.new_empty(x_NH.shape[0], len(tap_layers), x_NH.shape[1]) if tap_layers else None
         outs: list[Tensor | None] = [None] * len(self._layers)
         if taps_NTH is not None:
             for tap, index in enumerate(tap_layers):
                 outs[index] = taps_NTH[:, tap]
-        x_NH = run_layers(self._layers, x_NH, self.rotary.rows(positions_N), ctx, kv.target_kv, outs)
+        x_NH = run_layers(self._layers, x_NH, angles, ctx, kv.target_kv, outs)
         return TargetOutput(hidden_NH=self.norm.forward(x_NH), taps_NTH=taps_NTH)
 
     def add_draft_head(self) -> None:
