@@ -10,14 +10,17 @@ logits   log-probabilities of the 20 likeliest tokens at every emitted position,
 part 1   bfloat16, R requests at K drafts in programs of one shape: real drafts and drafts that are all wrong must give
          the same tokens, bit for bit.
 part 2   bfloat16, teacher-forced: how far below the row's maximum emitted tokens lie, plain and with drafts.
-part 3   float32: the reference's tokens. A difference is only counted as one if transformers' own logits at that
-         place are further apart than --tie.
+part 3   float32, 8 requests at once: the reference's tokens as far as it goes, and behind it the likeliest token by a
+         teacher-forced forward of transformers. A difference is only counted as one if transformers' own logits at
+         that place are further apart than --tie.
 
-The engines have programs for --rows only, and few for prompts: every program costs start-up. Exits 1 on a failure,
-after everything has run.
+The engines have programs for --rows only, and few for prompts: every program costs start-up. Exits 1 on a failure, or
+if something was left out: --limit-s begins no further check then, and with --resume a later run does what OUT.json does
+not hold yet (one engine for the checks of a type of weights, made only if one of them is left).
 """
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -38,6 +41,7 @@ from engine.runner import decode_programs, prompt_programs
 from engine.weights.source import fetch
 
 NUM_TOP = 20
+Checks = dict[str, Callable[[LLM], dict]]
 TOLERANCE = 2e-3  # of a float32 log-probability: sums in another order
 
 
@@ -203,24 +207,28 @@ def check_float32(args: argparse.Namespace, llm: LLM, model: str, cases: list[di
     """Lossless part 3."""
     set_draft_len(llm, draft_len)
     before = llm.core.counters()
-    num_tokens = min(args.tokens, len(cases[0]["token_ids"]))
     with no_sync(args):
-        found = tokens_of(llm, [c["prompt_token_ids"] for c in cases], num_tokens)
+        found = tokens_of(llm, [c["prompt_token_ids"] for c in cases], args.tokens)
     after = llm.core.counters()
-    wrong = [i for i, (c, t) in enumerate(zip(cases, found, strict=True)) if t != c["token_ids"][:num_tokens]]
-    ties, real = [], []
-    if wrong:
-        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(args.device).eval()
-        for i in wrong:
-            truth = cases[i]["token_ids"]
-            at = next((j for j, (a, b) in enumerate(zip(found[i], truth, strict=False)) if a != b), len(found[i]) - 1)
-            below = below_maximum(reference, cases[i]["prompt_token_ids"], found[i][: at + 1], args.device)
-            (ties if float(below[-1]) <= args.tie else real).append({"prompt": i, "at": at, "below": float(below[-1])})
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(args.device).eval()
+    ties, real, known = [], [], 0
+    for i, (case, tokens) in enumerate(zip(cases, found, strict=True)):
+        truth = case["token_ids"][: args.tokens]
+        known += len(truth)
+        below = below_maximum(reference, case["prompt_token_ids"], tokens, args.device)
+        at = next((j for j, (a, b) in enumerate(zip(tokens, truth, strict=False)) if a != b), None)
+        if at is None and len(tokens) < len(truth):
+            at = len(tokens) - 1
+        off = at if at is not None else next(iter(torch.nonzero(below > 0).flatten().tolist()), None)
+        if off is not None:
+            entry = {"prompt": i, "at": off, "below": float(below[off])}
+            (ties if entry["below"] <= args.tie else real).append(entry)
     drafts = after.num_drafts - before.num_drafts
     return {
         "draft_len": draft_len,
         "prompts": len(cases),
         "tokens": sum(map(len, found)),
+        "of_the_reference": known,
         "ties": ties,
         "different": real,
         "acceptance_length": round(1 + (after.num_accepted_tokens - before.num_accepted_tokens) / max(drafts, 1), 3),
@@ -238,8 +246,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[3, 7, 15])
     parser.add_argument("--prompts", type=int, default=60)
-    parser.add_argument("--rows-1-prompts", type=int, default=12, help="prompts of part 1 at one request")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rows-1-prompts", type=int, default=60, help="prompts of part 1 at one request")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--limit-s", type=float, default=500.0)
+    parser.add_argument("--resume", action="store_true", help="keep the checks that OUT.json holds")
     parser.add_argument("--tie", type=float, default=1e-4)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
@@ -252,41 +262,57 @@ def main() -> None:
     cases = json.loads(args.reference.read_text())["cases"][: args.prompts]
     prompts = [c["prompt_token_ids"] for c in cases]
     record: dict[str, Any] = {"command": command_line(), "versions": versions(), "ok": True, "results": []}
+    if args.resume and args.out.is_file():
+        record["results"] = [row for row in json.loads(args.out.read_text())["results"] if "error" not in row]
+    done = {row["name"] for row in record["results"]}
+    began = time.perf_counter()
 
-    def add(kind: str, check: Callable[[], dict]) -> None:
-        started = time.perf_counter()
-        try:
-            row = {"check": kind, **check()}
-            row["seconds"] = round(time.perf_counter() - started, 1)
-        except Exception as error:  # the other checks still say what they have to say
-            traceback.print_exc()
-            row = {"check": kind, "error": f"{type(error).__name__}: {error}"[:500], "ok": False}
-        record["results"].append(row)
-        record["ok"] &= row["ok"]
-        print("ROW", json.dumps(row), flush=True)
-        save(args.out, record)
+    def run(checks: Checks, make: Callable[[], LLM]) -> None:
+        """Those that are left, in one engine."""
+        left = {name: check for name, check in checks.items() if name not in done}
+        if not left or time.perf_counter() - began > args.limit_s:
+            record.setdefault("left_out", []).extend(left)
+            return
+        with make() as llm:
+            for name, check in left.items():
+                if time.perf_counter() - began > args.limit_s:
+                    record.setdefault("left_out", []).append(name)
+                    continue
+                started = time.perf_counter()
+                try:
+                    row = {"name": name, **check(llm)}
+                    row["seconds"] = round(time.perf_counter() - started, 1)
+                except Exception as error:  # the other checks still say what they have to say
+                    traceback.print_exc()
+                    row = {"name": name, "error": f"{type(error).__name__}: {error}"[:500], "ok": False}
+                record["results"].append(row)
+                print("ROW", json.dumps(row), flush=True)
+                save(args.out, record)
 
     # Programs of the shapes that are looked at, few for the rest: every one is compiled and recorded at each start.
     decode_programs.row_buckets = lambda largest: tuple(sorted({*[n for n in args.rows if n < largest], largest}))
     prompt_programs._SIZES = (128, 384)
     longest, texts = max(args.draft_lens), prompts[:: max(len(prompts) // 3, 1)][:3]
-    if {"logits", "3"} & set(args.parts):
-        with build(args, str(model), args.drafter, longest, dtype="float32", max_num_seqs=8) as llm:
-            if "logits" in args.parts:
-                add("logits", lambda: check_logits(args, "smollm2", llm, model, texts))
-            for draft_len in (0, longest) if "3" in args.parts else ():
-                add("part 3", lambda k=draft_len: check_float32(args, llm, str(model), cases, k))
-    if {"logits", "1", "2"} & set(args.parts):
-        choices = sorted({0, *args.draft_lens})
-        with build(args, str(model), args.drafter, longest, dtype="bfloat16", draft_len_choices=choices) as llm:
-            if "logits" in args.parts:
-                add("logits", lambda: check_logits(args, "smollm2", llm, model, texts))
-            for rows in args.rows if "1" in args.parts else ():
-                chosen = prompts[: args.rows_1_prompts] if rows == 1 else prompts
-                for draft_len in args.draft_lens:
-                    add("part 1", lambda r=rows, k=draft_len, p=chosen: check_spoiled(args, llm, p, r, k))
-            if "2" in args.parts:
-                add("part 2", lambda: check_margin(args, llm, str(model), cases))
+    choices = sorted({0, *args.draft_lens})
+    many = dict(draft_len_choices=choices)
+    exact: Checks = {}
+    rounded: Checks = {}
+    if "3" in args.parts:
+        for k in choices:
+            exact[f"part 3, K = {k}"] = lambda llm, k=k: check_float32(args, llm, str(model), cases, k)
+    if "1" in args.parts:
+        for rows, k in itertools.product(sorted(args.rows, reverse=True), args.draft_lens):
+            chosen = prompts[: args.rows_1_prompts] if rows == 1 else prompts
+            rounded[f"part 1, {rows} rows, K = {k}"] = lambda llm, r=rows, k=k, p=chosen: check_spoiled(
+                args, llm, p, r, k
+            )
+    if "2" in args.parts:
+        rounded["part 2"] = lambda llm: check_margin(args, llm, str(model), cases)
+    if "logits" in args.parts:
+        for dtype, checks in (("float32", exact), ("bfloat16", rounded)):
+            checks[f"logits, smollm2, {dtype}"] = lambda llm: check_logits(args, "smollm2", llm, model, texts)
+    run(exact, lambda: build(args, str(model), args.drafter, longest, dtype="float32", max_num_seqs=8, **many))
+    run(rounded, lambda: build(args, str(model), args.drafter, longest, dtype="bfloat16", **many))
     if "logits" in args.parts:
         with tempfile.TemporaryDirectory() as scratch:
             qwen3 = random_qwen3(Path(scratch), args.device)
@@ -295,8 +321,12 @@ def main() -> None:
             generator = torch.Generator().manual_seed(1)
             ids = [torch.randint(3, 4096, (n,), generator=generator).tolist() for n in (5, 64, 200)]
             for dtype in ("float32", "bfloat16"):
-                with build(args, str(qwen3), None, 0, dtype=dtype, max_num_seqs=4) as llm:
-                    add("logits", lambda: check_logits(args, "random qwen3", llm, qwen3, ids))
+                run(
+                    {f"logits, qwen3, {dtype}": lambda llm: check_logits(args, "random qwen3", llm, qwen3, ids)},
+                    lambda dtype=dtype: build(args, str(qwen3), None, 0, dtype=dtype, max_num_seqs=4),
+                )
+    record["ok"] = all(row["ok"] for row in record["results"]) and not record.get("left_out")
+    save(args.out, record)
     sys.exit(0 if record["ok"] else 1)
 
 

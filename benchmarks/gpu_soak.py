@@ -4,9 +4,13 @@
     python benchmarks/gpu_soak.py OUT.json q8
 
 Models and needs: see gpu_engine.py. Requests differ in prompt and output length, sampling, draft length (the schedule
-changes while they run) and end: by length, by abort, or while their first token is on its way. Exits 1 unless every
-block is free or cached at the end, the engine's checks pass, and the second half took no more GPU memory than the
-first. For `compute-sanitizer` use --requests 30.
+changes while they run) and end: by length, by abort, or while their first token is on its way. A call that makes the
+host wait for the device is an error; --logprobs allows it, as log-probabilities are read that way, and asks for some.
+Exits 1 unless every block is free or cached at the end, the engine's checks pass, and the second half took no more GPU
+memory than the first. For `compute-sanitizer`, where it is installed:
+
+    compute-sanitizer --error-exitcode 9 python benchmarks/gpu_soak.py OUT.json smol .. --requests 30 --concurrency 4 \\
+        --draft-lens 0 15 --max-model-len 320 --programs repeated
 """
 
 import argparse
@@ -27,7 +31,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 
-def request_of(rng: random.Random, number: int, vocab: int, longest: int) -> EngineRequest:
+def request_of(rng: random.Random, number: int, vocab: int, longest: int, logprobs: bool) -> EngineRequest:
     prompt = [rng.randrange(10, vocab - 10) for _ in range(min(rng.choice((1, 7, 40, 150, longest)), longest // 3))]
     params: dict[str, Any] = dict(max_tokens=rng.randrange(1, longest // 3), seed=number, detokenize=False)
     params |= dict(ignore_eos=rng.random() < 0.5, min_tokens=min(rng.choice((0, 0, 3)), params["max_tokens"]))
@@ -36,7 +40,7 @@ def request_of(rng: random.Random, number: int, vocab: int, longest: int) -> Eng
         params |= dict(temperature=0.0)
     elif kind < 0.75:
         params |= dict(temperature=0.8)
-    elif kind < 0.97:
+    elif kind < 0.97 or not logprobs:
         params |= dict(temperature=0.9, top_p=0.9, top_k=rng.choice((0, 40)))
     else:
         params |= dict(temperature=0.0, logprobs=2)
@@ -55,6 +59,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=640)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--abort-share", type=float, default=0.2)
+    parser.add_argument("--logprobs", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
     parser.add_argument("--limit-s", type=float, default=400.0)
@@ -73,10 +78,12 @@ def main() -> None:
     doomed: dict[str, int] = {}
     reserved: list[int] = []
     sent = tokens = steps = 0
+    if cuda and not args.logprobs:
+        torch.cuda.set_sync_debug_mode("error")
     started = time.perf_counter()
     while (sent < args.requests and time.perf_counter() - started < args.limit_s) or core.has_work():
         while sent < args.requests and len(lengths) < at_once and time.perf_counter() - started < args.limit_s:
-            request = request_of(rng, sent, config.target.vocab_size, args.max_model_len)
+            request = request_of(rng, sent, config.target.vocab_size, args.max_model_len, args.logprobs)
             core.add_request(request)
             lengths[request.request_id] = 0
             if rng.random() < args.abort_share:
@@ -98,6 +105,8 @@ def main() -> None:
         if steps % 200 == 0 and cuda:
             reserved.append(torch.cuda.memory_reserved())
     seconds = time.perf_counter() - started
+    if cuda:
+        torch.cuda.set_sync_debug_mode("default")
     core.check_integrity()
     stats = core.stats()
     half = len(reserved) // 2
@@ -113,6 +122,7 @@ def main() -> None:
         "blocks": {"free": stats.free_blocks, "cached": stats.cached_blocks, "total": stats.total_blocks},
         "memory_growth_in_second_half_bytes": growth,
         "preemptions": core.counters().preemptions,
+        "synchronising_calls_are_errors": cuda and not args.logprobs,
     }
     record["ok"] = (
         stats.free_blocks + stats.cached_blocks == stats.total_blocks

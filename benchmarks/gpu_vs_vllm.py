@@ -1,220 +1,225 @@
-"""The engine against vLLM on one GPU: the same weights, prompts and lengths, one after the other in one run.
+"""The engine against vLLM on one GPU: the same weights, prompts, lengths and load, one after the other.
 
-    python benchmarks/gpu_vs_vllm.py OUT.json --peer PEER.py --workloads smol q8 --draft-lens 0 15 \\
+    python benchmarks/gpu_vs_vllm.py OUT.json --workloads smol q8 --draft-lens 15 0 7 3 --peer-path SITE \\
         --smollm2 MODEL --drafter DIR --prompts PROMPTS.json
 
-PEER.py drives vLLM and is run as
-    PEER.py smol OUT TARGET_DIR DRAFTER_DIR PROMPTS K       PEER.py q8 OUT CONFIG_DIR DRAFTER_DIR K ACCEPTANCE_LENGTH
-and writes a list of {tag, conc, out_tokens, s, tok_s, tau}. It needs vllm (0.26.0) and what that needs; --peer-path is
-put ahead of its PYTHONPATH. The engine's own needs and MODEL: see gpu_engine.py.
+smol: SmolLM2-135M, its trained drafter, greedy, up to 256 tokens. q8: shapes of Qwen3-8B, random weights, synthetic
+acceptance; 256 tokens in, 512 out (256 from 32 requests on). The load's parts and their options: engine_load.py.
 
-smol: SmolLM2-135M, its trained drafter, greedy, up to 256 tokens; each set's first 12 prompts one by one, then 8, 32,
-128 and 256 prompts at once. q8: shapes of Qwen3-8B, random weights, synthetic acceptance; 256 tokens in, 512 out (256
-from 32 requests on), 1 to 128 at once. Medians of --repeats for the engine, of --peer-repeats whole runs for vLLM.
+vLLM (0.26.0, peer_vllm.py; --peer-path is put ahead of its PYTHONPATH) runs first, in one process with one start per
+draft length, then this engine, which is also put under the arrivals that the peer bore. Never both at once. Every row
+is kept as it comes in OUT.rows.json; with --resume a later run adds to them, so that the two sides and the draft
+lengths can be measured in pieces: OUT.json is made from all rows (vs_report.py), OUT.WORKLOAD.svg shows the speeds.
+MODEL and the engine's own needs: see gpu_engine.py. Exits 1 if a process failed or a measured bar does not hold.
 """
 
 import argparse
+import contextlib
 import json
 import os
-import random
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from command_line import command_line
+from engine_load import (
+    WISHES,
+    Load,
+    add_load_arguments,
+    load_command,
+    random_bank,
+    smol_bank,
+)
 from gpu_engine import q8_config, smol_config
 from gpu_lab import Lab, save, versions, write_qwen3_8b
+from vs_report import draw, peer_rates, report
 
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
 from engine.weights.source import fetch
 
-HEADER = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\n"
-)
-FOOTER = "<|im_end|>\n<|im_start|>assistant\n"
-Rows = dict[tuple[str, int, int], list[dict[str, float]]]  # (workload, K, concurrency) -> one entry per repeat
+FOUND_IN_LOG = ("Asynchronous scheduling is", "Capturing CUDA graphs", "Capturing dflash", "Using FlashAttention")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--peer", type=Path)
-    parser.add_argument("--peer-path", default="")
-    parser.add_argument("--workloads", nargs="+", choices=("smol", "q8"), default=["smol", "q8"])
-    parser.add_argument("--draft-lens", type=int, nargs="+", default=[0, 15])
+    parser.add_argument("--workloads", nargs="+", choices=("smol", "q8"), default=["smol"])
+    parser.add_argument("--draft-lens", type=int, nargs="+", default=[15, 0])
     parser.add_argument("--acceptance-length", type=float, default=6.5)
     parser.add_argument("--smollm2")
     parser.add_argument("--drafter")
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--peer-repeats", type=int, default=1)
-    parser.add_argument("--peer-timeout", type=float, default=420.0, help="seconds of one run of the peer")
-    parser.add_argument("--most", type=int, default=256, help="leave out what has more requests at once")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--peer-path", default="")
+    parser.add_argument(
+        "--peer-limit-s", type=float, default=600.0, help="seconds of one workload's process of the peer"
+    )
+    parser.add_argument("--ours-limit-s", type=float, default=300.0, help="... and of this engine")
     parser.add_argument("--skip", choices=("ours", "peer"))
-    parser.add_argument("--side", choices=("smol", "q8"), help=argparse.SUPPRESS)  # this program's own child
+    parser.add_argument("--resume", action="store_true", help="keep the rows that OUT.rows.json has")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
+    parser.add_argument("--side", choices=("smol", "q8", "drafter"), help=argparse.SUPPRESS)  # this program's own child
+    add_load_arguments(parser)
     return parser.parse_args()
 
 
 # ------------------------------------------------------------------------------------------------- our side, a process
 
 
+class OurEngine:
+    """`engine_load.Engine` over EngineCore."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._core = lab.core
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, ignore_eos: bool) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False)
+        self._core.add_request(EngineRequest(request_id=name, prompt_token_ids=tuple(prompt), params=params))
+
+    def step(self) -> Iterable[tuple[str, int, bool]]:
+        return [
+            (delta.request_id, len(delta.token_ids), delta.finish_reason is not None) for delta in self._core.step()
+        ]
+
+
 def our_side(args: argparse.Namespace) -> None:
-    """Measures one workload and writes rows as the peer does, `repeat` added."""
-    args.max_model_len = 2048 if args.side == "smol" else 4096
-    levels = (1, 8, 32, 128, 256) if args.side == "smol" else (1, 4, 8, 16, 32, 128)
-    args.concurrency = [c for c in levels if c <= args.most]
-    args.prompt_tokens, args.tokens = 256, 512
-    args.batched_tokens, args.dtype, args.device, args.programs = 8192, "bfloat16", "cuda", None
+    """Measures one workload at every draft length, in one engine."""
+    sizes = dict(prompt_tokens=256, tokens=2 * args.tokens, batched_tokens=8192, dtype="bfloat16")
+    shape = argparse.Namespace(**vars(args) | sizes)
     rows: list[dict[str, Any]] = []
+
+    def say(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print("OURS", json.dumps(row), flush=True)
+        args.out.write_text(json.dumps(rows) + "\n")
+
     with tempfile.TemporaryDirectory() as scratch:
-        config = smol_config(args) if args.side == "smol" else q8_config(args, Path(scratch))
+        config = smol_config(shape) if args.side == "smol" else q8_config(shape, Path(scratch))
         lab = Lab(config)
-        jobs = list(smol_jobs(args, config.model_dir) if args.side == "smol" else q8_jobs(args))
-        for repeat in range(args.repeats + 1):  # the first one warms up
-            for draft_len in args.draft_lens:
-                if max(args.draft_lens):
-                    lab.set_draft_len(draft_len)
-                for tag, concurrency, batches, num_tokens, ignore_eos in jobs:
-                    chosen = batches if repeat else batches[:2]
-                    runs = [lab.run(batch, num_tokens, ignore_eos=ignore_eos) for batch in chosen]
-                    tokens, seconds = sum(r.num_tokens for r in runs), sum(r.seconds for r in runs)
-                    lengths = [r.acceptance_length for r in runs if r.acceptance_length is not None]
-                    if repeat:
-                        row = dict(tag=tag, k=draft_len, conc=concurrency, out_tokens=tokens, s=round(seconds, 3))
-                        row |= dict(tok_s=round(tokens / seconds, 1), tau=statistics.mean(lengths) if lengths else None)
-                        row |= {n: v for n, v in runs[0].record().items() if n.endswith("_ms") or "_ms_" in n}
-                        rows.append(row)
-                        print("OURS", json.dumps(row), flush=True)
-                        args.out.write_text(json.dumps(rows))
-        lab.close()
+    say(dict(part="start", draft_len=None, seconds=round(lab.start_s, 1), **versions()))
+    if args.side == "smol":
+        from transformers import AutoTokenizer
 
-
-Job = tuple[str, int, list[list[list[int]]], int, bool]  # tag, concurrency, batches of prompts, tokens, ignore_eos
-
-
-def smol_jobs(args: argparse.Namespace, model_dir: str) -> Iterator[Job]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    bank = json.loads(args.prompts.read_text())
-    bank = bank.get("eval", bank)
-    sets = {
-        name: [tokenizer(HEADER + text + FOOTER, add_special_tokens=False)["input_ids"] for text in texts]
-        for name, texts in bank.items()
-    }
-    for name, prompts in sets.items():
-        yield name, 1, [[prompt] for prompt in prompts[:12]], 256, False
-    everything = [prompt for prompts in sets.values() for prompt in prompts] * 8
-    for concurrency in args.concurrency[1:]:
-        yield "all", concurrency, [everything[:concurrency]], 256, False
-
-
-def q8_jobs(args: argparse.Namespace) -> Iterator[Job]:
-    generator = random.Random(0)
-    for concurrency in args.concurrency:
-        prompts = [[generator.randrange(1000, 150000) for _ in range(256)] for _ in range(concurrency)]
-        yield "random", concurrency, [prompts], 512 if concurrency < 32 else 256, True
+        tokenizer = AutoTokenizer.from_pretrained(config.model_dir)
+        banks = [smol_bank(args.prompts, tokenizer, wish) for wish in WISHES]
+        load = Load(args=args, workload="smol", bank=banks[0], more_banks=banks)
+    else:
+        load = Load(args=args, workload="q8", bank=random_bank())
+    for draft_len in args.draft_lens:
+        if max(args.draft_lens):
+            lab.set_draft_len(draft_len)
+        load.run(OurEngine(lab), draft_len, say)
+    lab.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- both sides
 
 
-def run_ours(args: argparse.Namespace, workload: str, scratch: Path) -> Rows:
+def run_side(command: Sequence[str], out: Path, log: Path, limit_s: float, env: dict[str, str]) -> tuple[list, bool]:
+    """(rows it wrote, whether it ended well). Its processes are ended with it."""
+    print("RUN", *command, flush=True)
+    with log.open("w") as output:
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        try:
+            code: int | None = child.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # what it started and left, too
+        child.wait()
+    print(f"... {'no end within the limit' if code is None else f'exit {code}'}", flush=True)
+    if code != 0:
+        print("\n".join(log.read_text(errors="replace").splitlines()[-25:]), flush=True)
+    return json.loads(out.read_text()) if out.is_file() else [], code == 0
+
+
+def run_peer(args: argparse.Namespace, workload: str, scratch: Path, target: str, drafter: str) -> tuple[list, bool]:
+    """Started again with the draft lengths that are left, as long as each start measures one more."""
+    rows: list[dict[str, Any]] = []
+    left, ends = list(args.draft_lens), time.perf_counter() + args.peer_limit_s
+    log = args.out.with_suffix(f".peer-{workload}.log")
+    path = os.pathsep.join(p for p in (args.peer_path, os.environ.get("PYTHONPATH", "")) if p)
+    while left and time.perf_counter() < ends:
+        out = scratch / f"peer-{workload}-{len(left)}.json"
+        command = [sys.executable, str(Path(__file__).with_name("peer_vllm.py")), str(out), workload]
+        command += ["--target", target, "--drafter", drafter, "--draft-lens", *map(str, left)]
+        command += ["--acceptance-length", str(args.acceptance_length), *load_command(args)]
+        if workload == "smol":
+            command += ["--prompts", str(args.prompts), "--memory-share", "0.4"]
+        found, well = run_side(command, out, log, ends - time.perf_counter(), dict(os.environ, PYTHONPATH=path))
+        rows += found
+        lines = [line for line in log.read_text(errors="replace").splitlines() if any(w in line for w in FOUND_IN_LOG)]
+        rows.append(dict(part="start", draft_len=None, log=sorted({line.split("\r")[0][-160:] for line in lines})[:30]))
+        ended = [row["draft_len"] for row in found if row["part"] in ("counters", "error")]
+        if well or not ended:
+            return rows, well
+        left = [k for k in left if k not in ended]
+    return rows, not left
+
+
+def run_ours(args: argparse.Namespace, workload: str, scratch: Path, rates: list[float]) -> tuple[list, bool]:
     out = scratch / f"ours-{workload}.json"
-    command = [sys.executable, __file__, str(out), "--side", workload, "--repeats", str(args.repeats)]
-    command += ["--draft-lens", *map(str, args.draft_lens), "--acceptance-length", str(args.acceptance_length)]
-    command += ["--most", str(args.most), "--block-size", str(args.block_size)]
+    command = [sys.executable, __file__, str(out), "--side", workload, "--draft-lens", *map(str, args.draft_lens)]
+    command += ["--acceptance-length", str(args.acceptance_length), "--block-size", str(args.block_size)]
+    command += ["--device", args.device, *load_command(args), "--rates", *map(str, [*args.rates, *rates])]
+    if args.programs:
+        command += ["--programs", args.programs]
     if workload == "smol":
         command += ["--smollm2", args.smollm2, "--drafter", args.drafter, "--prompts", str(args.prompts)]
-    subprocess.run(command, check=True)
-    found: Rows = {}
-    for row in json.loads(out.read_text()):
-        tag = f"{workload} {row['tag']}" if row["conc"] == 1 and workload == "smol" else workload
-        found.setdefault((tag, row["k"], row["conc"]), []).append(row)
-    return found
-
-
-def run_peer(args: argparse.Namespace, workload: str, draft_len: int, scratch: Path) -> Rows:
-    out = scratch / f"peer-{workload}-{draft_len}.json"
-    if workload == "smol":
-        bank = json.loads(args.prompts.read_text())
-        prompts = scratch / "prompts.json"
-        prompts.write_text(json.dumps({"eval": bank.get("eval", bank)}))
-        rest = [str(fetch(args.smollm2)), args.drafter, str(prompts), str(draft_len)]
-    else:
-        target, drafter = write_qwen3_8b(scratch / "models", drafter_weights=draft_len > 0)
-        rest = [str(target), str(drafter), str(draft_len), str(args.acceptance_length)]
-    path = os.pathsep.join(p for p in (args.peer_path, os.environ.get("PYTHONPATH", "")) if p)
-    try:
-        done = subprocess.run(
-            [sys.executable, str(args.peer), workload, str(out), *rest],
-            env=dict(os.environ, PYTHONPATH=path),
-            timeout=args.peer_timeout,
-            check=False,
-        )
-        print(f"peer {workload} K={draft_len}: exit {done.returncode}", flush=True)
-    except subprocess.TimeoutExpired:
-        print(f"peer {workload} K={draft_len}: no end within {args.peer_timeout} s", flush=True)
-    found: Rows = {}
-    for row in json.loads(out.read_text()) if out.is_file() else []:
-        if row["tag"] == "warm":
-            continue
-        name = row["tag"].split()[-1]
-        tag = f"smol {name}" if workload == "smol" and row["conc"] == 1 else workload
-        found.setdefault((tag, draft_len, row["conc"]), []).append(row)
-    return found
+    return run_side(command, out, args.out.with_suffix(f".ours-{workload}.log"), args.ours_limit_s, dict(os.environ))
 
 
 def main() -> None:
     args = parse()
+    if args.side == "drafter":
+        write_qwen3_8b(args.out, drafter_weights=True)
+        return
     if args.side:
         our_side(args)
         return
-    record: dict[str, Any] = {"command": command_line(), "versions": versions(), "rows": []}
-    ours: Rows = {}
-    peer: Rows = {}
+    kept = args.out.with_suffix(".rows.json")
+    rows: list[dict[str, Any]] = json.loads(kept.read_text()) if args.resume and kept.is_file() else []
+    before = json.loads(args.out.read_text()) if args.resume and args.out.is_file() else {}
+    record = {"commands": [*before.get("commands", []), command_line()]}
+    well = True
 
-    def add(to: Rows, found: Rows) -> None:
-        """Takes in what one run gave; the file holds it from here on, whatever becomes of the next run."""
-        for key, rows in found.items():
-            to.setdefault(key, []).extend(rows)
-        record["rows"] = compare(ours, peer)
+    def add(side: str, workload: str, found: list[dict[str, Any]]) -> None:
+        """The files hold it from here on, whatever becomes of the next run."""
+        rows.extend(dict(side=side, workload=workload) | row for row in found)
+        kept.write_text(json.dumps(rows) + "\n")
+        record.update(report(rows))
         save(args.out, record)
+        for name in {point["workload"] for point in record["curve"]}:
+            args.out.with_suffix(f".{name}.svg").write_text(draw(record["curve"], name))
 
     with tempfile.TemporaryDirectory() as scratch:
         for workload in args.workloads:
+            if args.skip != "peer":
+                if workload == "smol":
+                    target, drafter = str(fetch(args.smollm2)), args.drafter
+                else:
+                    # In a child: this process keeps off the GPU, on which the peer measures what is free.
+                    models = Path(scratch) / "models"
+                    subprocess.run([sys.executable, __file__, str(models), "--side", "drafter"], check=True)
+                    target, drafter = map(str, write_qwen3_8b(models, drafter_weights=False))
+                found, ok = run_peer(args, workload, Path(scratch), target, drafter)
+                well &= ok
+                add("vllm", workload, found)
             if args.skip != "ours":
-                add(ours, run_ours(args, workload, Path(scratch)))
-            for draft_len in args.draft_lens:
-                for _ in range(0 if args.skip == "peer" else args.peer_repeats):
-                    add(peer, run_peer(args, workload, draft_len, Path(scratch)))
-    for row in record["rows"]:
-        print("ROW", json.dumps(row), flush=True)
-
-
-def compare(ours: Rows, peer: Rows) -> list[dict[str, Any]]:
-    """One row per (workload, K, concurrency) that either side measured; ratio: ours over the peer's."""
-    rows = []
-    for key in dict.fromkeys([*ours, *peer]):
-        row: dict[str, Any] = dict(zip(("workload", "draft_len", "concurrency"), key, strict=True))
-        for name, found in (("ours", ours.get(key)), ("vllm", peer.get(key))):
-            if found:
-                speeds = [f["tok_s"] for f in found]
-                lengths = [f["tau"] for f in found if f.get("tau")]
-                row[name] = {"tokens_per_s": statistics.median(speeds), "all": speeds}
-                row[name]["acceptance_length"] = round(statistics.median(lengths), 3) if lengths else None
-                for field in ("first_token_ms", "decode_step_ms", "host_ms_per_step"):
-                    if found[0].get(field) is not None:
-                        row[name][field] = statistics.median([f[field] for f in found])
-        if "ours" in row and "vllm" in row:
-            row["ratio"] = round(row["ours"]["tokens_per_s"] / row["vllm"]["tokens_per_s"], 3)
-        rows.append(row)
-    return rows
+                found, ok = run_ours(args, workload, Path(scratch), peer_rates(rows, workload, args.share))
+                well &= ok
+                add("ours", workload, found)
+    for name in ("best", "first", "context", "poisson", "accept", "bars"):
+        for row in record.get(name, []):
+            print(name.upper(), json.dumps(row), flush=True)
+    sys.exit(0 if well and all(bar["ok"] for bar in record.get("bars", [])) else 1)
 
 
 if __name__ == "__main__":

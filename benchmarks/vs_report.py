@@ -1,0 +1,247 @@
+"""What the rows of gpu_vs_vllm.py say: medians and ratios, the best draft length of each side, bars, and a curve.
+
+A row has `side` ("ours" or "vllm"), `workload`, and what engine_load.py put into it.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from engine_load import bootstrap
+
+Row = dict[str, Any]
+Groups = dict[tuple[tuple[str, Any], ...], dict[str, list[Row]]]  # fields of a group -> side -> its rows
+SIDES = ("ours", "vllm")
+ABOUT = ("start", "counters", "error", "versions")
+MEDIANS = (
+    "tokens_per_s", "tokens_per_s_per_user", "first_token_ms", "step_ms", "gap_p99_ms", "token_p99_ms",
+    "acceptance_length",
+)  # fmt: skip
+TOLERANCE = 0.97  # of the peer's speed at any number of requests
+_COLOURS = {"ours": "#1b6ca8", "vllm": "#b9770e"}
+
+
+def report(rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything that can be said from these rows."""
+    found: dict[str, Any] = {
+        "starts": [row for row in rows if row["part"] in ("start", "counters", "error", "versions")]
+    }
+    found["cut"] = [row for row in rows if "cut_after_s" in row]
+    speed = by(rows, "speed", ("workload", "set", "concurrency", "draft_len"))
+    found["speed"] = [compared(key, sides, "tokens_per_s") for key, sides in speed.items()]
+    found["best"] = best(found["speed"])
+    first = by(rows, "first", ("workload", "prompt", "draft_len"))
+    found["first"] = [compared(key, sides, "first_token_ms") for key, sides in first.items()]
+    context = by(rows, "context", ("workload", "context", "draft_len"))
+    found["context"] = [compared(key, sides, "step_ms") for key, sides in context.items()]
+    found["poisson"] = poisson(rows)
+    found["accept"] = acceptance(rows)
+    found["curve"] = curve(found["best"])
+    found["bars"] = bars(found)
+    return found
+
+
+def by(rows: Iterable[Row], part: str, names: tuple[str, ...]) -> Groups:
+    """Measured rows of a part by these fields, then by side."""
+    found: Groups = {}
+    for row in rows:
+        if row["part"] == part and "cut_after_s" not in row:
+            key = tuple((name, row[name]) for name in names)
+            found.setdefault(key, {}).setdefault(row["side"], []).append(row)
+    return found
+
+
+def compared(key: tuple[tuple[str, Any], ...], sides: dict[str, list[Row]], field: str) -> Row:
+    """Medians of both sides; ratio: ours over the peer's of `field`."""
+    row: Row = dict(key)
+    for side, found in sides.items():
+        row[side] = {}
+        for name in MEDIANS:
+            values = [f[name] for f in found if f.get(name) is not None]
+            if values:
+                row[side][name] = round(statistics.median(values), 4)
+        row[side]["all"] = [f[field] for f in found]
+    if len(sides) == len(SIDES):
+        row["ratio"] = round(row["ours"][field] / row["vllm"][field], 3)
+    return row
+
+
+def best(speed: Sequence[Row]) -> list[Row]:
+    """Per set and number of requests: each side at the draft length where it is fastest."""
+    found: dict[tuple[str, str, int], Row] = {}
+    for row in speed:
+        key = (row["workload"], row["set"], row["concurrency"])
+        entry = found.setdefault(key, dict(zip(("workload", "set", "concurrency"), key, strict=True)))
+        for side in SIDES:
+            mine = row.get(side)
+            if mine and (side not in entry or mine["tokens_per_s"] > entry[side]["tokens_per_s"]):
+                entry[side] = {"draft_len": row["draft_len"], **mine}
+    for entry in found.values():
+        if all(side in entry for side in SIDES):
+            entry["ratio"] = round(entry["ours"]["tokens_per_s"] / entry["vllm"]["tokens_per_s"], 3)
+    return list(found.values())
+
+
+def poisson(rows: Sequence[Row]) -> list[Row]:
+    """Arrivals of each side; the draft length that served most at saturation is its best one."""
+    found = []
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        mine = [r for r in rows if r["part"] == "poisson" and r["workload"] == workload and "cut_after_s" not in r]
+        for side in SIDES:
+            saturated = {r["draft_len"]: r["requests_per_s"] for r in mine if r["side"] == side and r.get("saturated")}
+            if not saturated:
+                continue
+            top = max(saturated, key=lambda k: saturated[k])
+            entry: Row = {"workload": workload, "side": side, "draft_len": top, "saturated_requests_per_s": saturated}
+            for name in ("own", "given"):
+                entry[name] = [r for r in mine if r["side"] == side and r["draft_len"] == top and r.get("rate") == name]
+            found.append(entry)
+    return found
+
+
+def peer_rates(rows: Sequence[Row], workload: str, share: float) -> list[float]:
+    """The load that our side is also put under: that share of the most the peer served."""
+    served = [
+        row["requests_per_s"]
+        for row in rows
+        if row["part"] == "poisson" and row.get("saturated") and (row["side"], row["workload"]) == ("vllm", workload)
+    ]
+    return [round(share * max(served), 3)] if served else []
+
+
+def acceptance(rows: Sequence[Row]) -> list[Row]:
+    """Tokens per step of each set, and over all, with intervals; overlap: whether the two intervals touch."""
+    groups = by(rows, "accept", ("workload", "draft_len"))
+    found = []
+    for key, sides in groups.items():
+        names = dict.fromkeys(row["set"] for found_rows in sides.values() for row in found_rows)
+        for name in [*names, "all"]:
+            entry: Row = dict(key) | {"set": name}
+            for side, mine in sides.items():
+                prompts: dict[tuple[str, int], list[int]] = {}
+                for row in mine:
+                    for place, (steps, tokens) in enumerate(row["pairs"]):
+                        if name in ("all", row["set"]):  # one prompt's texts stay together
+                            sums = prompts.setdefault((row["set"], place), [0, 0])
+                            sums[0], sums[1] = sums[0] + steps, sums[1] + tokens
+                if prompts:
+                    entry[side] = bootstrap(list(prompts.values()))
+            if all(side in entry for side in SIDES):
+                entry["overlap"] = max(entry[s]["low"] for s in SIDES) <= min(entry[s]["high"] for s in SIDES)
+            found.append(entry)
+    return found
+
+
+def curve(fastest: Sequence[Row]) -> list[Row]:
+    """Points of each side at its best draft length: tokens/s of a user against tokens/s of the GPU."""
+    points = []
+    for side in SIDES:
+        for row in fastest:
+            if side in row and row[side].get("tokens_per_s_per_user"):
+                points.append(
+                    {
+                        "side": side,
+                        "workload": row["workload"],
+                        "set": row["set"],
+                        "concurrency": row["concurrency"],
+                        "draft_len": row[side]["draft_len"],
+                        "user": row[side]["tokens_per_s_per_user"],
+                        "gpu": row[side]["tokens_per_s"],
+                    }
+                )
+    return points
+
+
+def bars(found: dict[str, Any]) -> list[Row]:
+    """What is to be shown, as far as both sides were measured."""
+    checks: list[Row] = []
+
+    def check(name: str, value: float, limit: float, holds: Callable[[float, float], bool]) -> None:
+        checks.append({"bar": name, "value": value, "limit": limit, "ok": holds(value, limit)})
+
+    def least(value: float, limit: float) -> bool:
+        return value >= limit
+
+    def most(value: float, limit: float) -> bool:
+        return value <= limit
+
+    for row in found["best"]:
+        if "ratio" in row:
+            place = f"{row['workload']} {row['set']}, {row['concurrency']} at once"
+            alone = row["concurrency"] == 1
+            limit = {"smol": 2.0, "q8": 1.05}[row["workload"]] if alone else TOLERANCE
+            check(f"{place}: tokens/s over vLLM's, best K of each", row["ratio"], limit, least)
+    for row in found["speed"]:
+        if "ratio" in row and row["draft_len"] in (0, 15):
+            place = f"{row['workload']} {row['set']}, {row['concurrency']} at once, K = {row['draft_len']}"
+            check(f"{place}: tokens/s over vLLM's", row["ratio"], TOLERANCE, least)
+        if row["workload"] == "smol" and row["concurrency"] == 1 and row["draft_len"] == 15 and "ours" in row:
+            check(f"smol {row['set']}, 1 at once, K = 15: ms a step", row["ours"]["step_ms"], 1.0, most)
+    for row in found["first"]:
+        if "ratio" in row:
+            place = f"{row['workload']}, {row['prompt']} prompt tokens, K = {row['draft_len']}"
+            check(f"{place}: first token over vLLM's", row["ratio"], 1.0, most)
+    for row in found["context"]:
+        if "ratio" in row:
+            place = f"{row['workload']}, context {row['context']}, K = {row['draft_len']}"
+            check(f"{place}: step over vLLM's", row["ratio"], 1.03, most)
+    for row in found["accept"]:
+        if "overlap" in row and row["set"] == "all":
+            check(
+                f"{row['workload']}, K = {row['draft_len']}: intervals of acceptance touch", row["overlap"], True, least
+            )
+    by_side = {(row["workload"], row["side"]): row for row in found["poisson"]}
+    for workload in {row["workload"] for row in found["poisson"]}:
+        ours, vllm = by_side.get((workload, "ours")), by_side.get((workload, "vllm"))
+        if ours and vllm and ours["given"] and vllm["own"]:
+            mine, theirs = ours["given"][0], vllm["own"][0]
+            check(f"{workload}, arrivals: p99 of a token's time", mine["token_p99_ms"], theirs["token_p99_ms"], most)
+            check(f"{workload}, arrivals: p99 between outputs", mine["gap_p99_ms"], theirs["gap_p99_ms"], most)
+            check(f"{workload}, arrivals: tokens/s", mine["tokens_per_s"], TOLERANCE * theirs["tokens_per_s"], least)
+    return checks
+
+
+def draw(points: Sequence[Row], workload: str) -> str:
+    """An SVG of the curve, "all" sets, both axes logarithmic in base 2 steps."""
+
+    chosen = [
+        p for p in points if p["workload"] == workload and (p["set"] in ("all", "random") or p["concurrency"] == 1)
+    ]
+    width, height, edge = 720, 460, 60
+    logs = [(math.log2(p["gpu"]), math.log2(p["user"])) for p in chosen]
+    low_x, high_x = math.floor(min(x for x, _ in logs)), math.ceil(max(x for x, _ in logs))
+    low_y, high_y = math.floor(min(y for _, y in logs)), math.ceil(max(y for _, y in logs))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return (
+            edge + (width - 2 * edge) * (x - low_x) / max(1, high_x - low_x),
+            height - edge - (height - 2 * edge) * (y - low_y) / max(1, high_y - low_y),
+        )
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="12"><rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{edge}" y="20">tokens/s of a request against tokens/s of the GPU, each at its best K</text>',
+    ]
+    for index, (side, colour) in enumerate(_COLOURS.items()):
+        parts.append(f'<text x="{edge + 90 * index}" y="38" fill="{colour}">{side}</text>')
+    for x in range(low_x, high_x + 1):
+        at = place(x, low_y)[0]
+        parts.append(f'<path d="M{at:.1f} {edge}V{height - edge}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{at - 14:.1f}" y="{height - edge + 18}">{2**x:,}</text>')
+    for y in range(low_y, high_y + 1):
+        at = place(low_x, y)[1]
+        parts.append(f'<path d="M{edge} {at:.1f}H{width - edge}" stroke="#dddddd"/>')
+        parts.append(f'<text x="8" y="{at + 4:.1f}">{2**y:,}</text>')
+    for side, colour in _COLOURS.items():
+        mine = sorted((p["concurrency"], p) for p in chosen if p["side"] == side and p["set"] in ("all", "random"))
+        spots = [place(math.log2(p["gpu"]), math.log2(p["user"])) for _, p in mine]
+        parts.append(
+            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in spots)}" stroke="{colour}" fill="none"/>'
+        )
+        for point in (p for p in chosen if p["side"] == side):
+            x, y = place(math.log2(point["gpu"]), math.log2(point["user"]))
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 5:.1f}" y="{y - 5:.1f}" fill="{colour}">{point["concurrency"]}</text>')
+    return "\n".join([*parts, "</svg>\n"])
