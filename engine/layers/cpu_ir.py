@@ -72,6 +72,11 @@ class Kernel:
         one = self.b.insert_element(ir.Constant(V8F, ir.Undefined), scalar, ir.Constant(I32, 0))
         return self.b.shuffle_vector(one, one, ir.Constant(V8I, [0] * LANES))
 
+    def splat_int(self, scalar: Value) -> Value:
+        """Eight lanes of a 32-bit integer."""
+        one = self.b.insert_element(ir.Constant(V8I, ir.Undefined), scalar, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(one, one, ir.Constant(V8I, [0] * LANES))
+
     def local(self, value: Value) -> Value:
         """A variable (promoted to a register by the optimiser), initialised to value."""
         with self.b.goto_entry_block():

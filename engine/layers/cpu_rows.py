@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.layers.cpu_jit import KERNEL_DTYPES, JobKernel, compile_ir, unavailable_reason
-from engine.layers.cpu_rows_job import MAX_HEAD_DIM, NormWord, RotateWord, SiluWord
+from engine.layers.cpu_rows_job import MAX_HEAD_DIM, NormWord, PeakWord, RotateWord, SiluWord
 
+MIN_PEAK_SIZE = 8
 _MIN_TEAM_ELEMENTS = 1 << 15  # below, waking the other threads costs more than it saves
 
 
@@ -35,6 +36,8 @@ class RowKernels:
         self._engine = engine
         self._norm, self._add_norm = JobKernel(engine, "rms_norm"), JobKernel(engine, "add_rms_norm")
         self._silu, self._rotate = JobKernel(engine, "silu_mul"), JobKernel(engine, "rotate_and_write")
+        self._peaks = JobKernel(engine, "row_peaks") if dtype == torch.float32 else None
+        self._peak_job = ctypes.c_int64 * len(PeakWord)
         self._norm_job = ctypes.c_int64 * len(NormWord)
         self._silu_job = ctypes.c_int64 * len(SiluWord)
         self._rotate_job = ctypes.c_int64 * len(RotateWord)
@@ -116,6 +119,19 @@ class RowKernels:
         # Rows of one step may share a slot only in the null block, whose contents nobody reads.
         self._rotate.run(job, _threads(qkv.numel()))
         return q
+
+    def row_peaks(self, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """(largest value [N], first + its lowest column, int64 [N]) of float32 [N, 8 or more]; NaN in a row is its
+        largest value, and its column then any."""
+        assert self._peaks is not None, "of float32 alone"
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        rows, size = x.shape
+        assert size >= MIN_PEAK_SIZE
+        value, index = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        job = self._peak_job(x.data_ptr(), value.data_ptr(), index.data_ptr(), first, rows, size)
+        self._peaks.run(job, _threads(x.numel()) if rows > 1 else 1)
+        return value, index
 
     def address(self, name: str) -> int:
         """Of a compiled kernel, valid while this object lives."""

@@ -6,8 +6,8 @@ from those only by the order of the norm's sum. Each row is computed alone.
 
 from llvmlite import ir
 
-from engine.layers.cpu_ir import F32, I64, LANES, PTR, V8F, Kernel, Value
-from engine.layers.cpu_rows_job import MAX_HEAD_DIM, WIDE, NormWord, RotateWord, SiluWord
+from engine.layers.cpu_ir import F32, I32, I64, LANES, PTR, V8F, V8I, Kernel, Value
+from engine.layers.cpu_rows_job import MAX_HEAD_DIM, WIDE, NormWord, PeakWord, RotateWord, SiluWord
 from engine.layers.cpu_tile_ir import WeightType
 
 ROWS_PER_GRAB = 1
@@ -15,14 +15,16 @@ _MAX_EXP = 88.0
 
 
 def module_ir(kind: WeightType) -> str:
-    """Text of a module with rms_norm(job), add_rms_norm(job), silu_mul(job), their wide variants, and
-    rotate_and_write(job)."""
+    """Text of a module with rms_norm(job), add_rms_norm(job), silu_mul(job), their wide variants,
+    rotate_and_write(job), and for float32 row_peaks(job)."""
     module = ir.Module()
     for out_kind, suffix in ((kind, ""), ("float32", WIDE)):
         _norm(module, kind, out_kind, name=f"rms_norm{suffix}", add=False)
         _norm(module, kind, out_kind, name=f"add_rms_norm{suffix}", add=True)
         _silu_mul(module, kind, out_kind, name=f"silu_mul{suffix}")
     _rotate_and_write(module, kind)
+    if kind == "float32":
+        _row_peaks(module)
     return str(module)
 
 
@@ -77,6 +79,48 @@ def _silu_mul(module: ir.Module, kind: WeightType, out_kind: WeightType, *, name
             decay = k.exp(b.select(too_large, k.floats(_MAX_EXP), negative))
             silu = k.rounded(b.fdiv(gate, b.fadd(k.floats(1.0), decay)), kind)
             k.store8(k.rounded(b.fmul(silu, up), kind), out, b.add(target, i), out_kind)
+    b.ret_void()
+
+
+def _row_peaks(module: ir.Module) -> None:
+    """Each row's largest value and its index. The last eight elements are looked at once more."""
+    k = Kernel(module, "row_peaks")
+    b = k.b
+    size = k.word(PeakWord.SIZE)
+    lanes = ir.Constant(V8I, list(range(LANES)))
+    best, index, broken = k.local(k.floats(0.0)), k.local(lanes), k.local(k.floats(0.0))
+
+    def look(row_at: Value, i: Value) -> None:
+        x = k.load8(k.pointer(PeakWord.X), b.add(row_at, i), "float32")
+        held = b.load(best, typ=V8F)
+        is_larger = b.fcmp_ordered(">", x, held)
+        start = k.splat_int(b.trunc(i, I32))
+        b.store(b.select(is_larger, x, held), best)
+        b.store(b.select(is_larger, b.add(start, lanes), b.load(index, typ=V8I)), index)
+        is_nan = b.fcmp_unordered("uno", x, x)
+        b.store(b.select(is_nan, x, b.load(broken, typ=V8F)), broken)
+
+    with k.shared_loop(k.at(k.job, PeakWord.COUNTER, I64), k.word(PeakWord.ROWS)) as row:
+        row_at = b.mul(row, size)
+        b.store(k.floats(float("-inf")), best)
+        b.store(lanes, index)
+        b.store(k.floats(0.0), broken)
+        with k.loop(0, b.sub(size, k.const(LANES - 1)), LANES) as i:
+            look(row_at, i)
+        look(row_at, b.sub(size, k.const(LANES)))
+        values, places = b.load(best, typ=V8F), b.load(index, typ=V8I)
+        peak = k.largest(values)
+        # Of the lanes that hold the peak, the lowest index; the others count as beyond every index.
+        places = b.select(b.fcmp_ordered("==", values, peak), places, ir.Constant(V8I, [2**31 - 1] * LANES))
+        lowest = b.call(k.declared("llvm.vector.reduce.smin.v8i32", I32, [V8I]), [places])
+        nan = b.call(
+            k.declared("llvm.vector.reduce.fadd.v8f32", F32, [F32, V8F]),
+            [ir.Constant(F32, 0.0), b.load(broken, typ=V8F)],
+        )
+        value = b.fadd(b.extract_element(peak, ir.Constant(I32, 0)), nan)
+        b.store(value, k.at(k.pointer(PeakWord.VALUE), row, F32))
+        place = b.add(b.zext(lowest, I64), k.word(PeakWord.FIRST))
+        b.store(place, k.at(k.pointer(PeakWord.INDEX), row, I64))
     b.ret_void()
 
 

@@ -26,6 +26,16 @@ class SiluWord(IntEnum):
     COUNTER = auto()
 
 
+class PeakWord(IntEnum):
+    X = 0  # float32 [ROWS, SIZE]
+    VALUE = auto()  # float32 [ROWS], out; NaN where the row holds one
+    INDEX = auto()  # int64 [ROWS], out; the lowest of equal values
+    FIRST = auto()  # what is added to every index
+    ROWS = auto()
+    SIZE = auto()  # at least 8
+    COUNTER = auto()
+
+
 class RotateWord(IntEnum):
     QKV = 0  # [ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM]
     Q = auto()  # out [ROWS, HEADS, HEAD_DIM]

@@ -1,7 +1,7 @@
-"""The integer work around T and D as three launches of Triton kernels instead of some 150 of torch's.
+"""The integer work around T and D as three calls of compiled kernels instead of some 150 of torch's.
 
-Only for decode rows in programs of fixed shapes; everything else takes the torch forms in `batch`, `draft_program` and
-`engine.sampling.verify`, which these kernels are tested against.
+On CUDA for decode rows in programs of fixed shapes, on the CPU for steps of decode rows alone; everything else takes
+the torch forms in `batch`, `draft_program` and `engine.sampling.verify`, which these kernels are tested against.
 """
 
 from __future__ import annotations  # annotations only, of classes that refer to this one
@@ -15,6 +15,8 @@ from engine.attention.context import AttentionContext
 from engine.config.engine import EngineConfig
 from engine.kernels.available import dependent_launch, unavailable_reason
 from engine.kernels.row_state import Commit, Slots, TargetRows
+from engine.layers.cpu_jit import unavailable_reason as cpu_unavailable_reason
+from engine.runner.cpu_bookkeeping import CpuBookkeeping
 from engine.runner.slots import SlotState
 
 if TYPE_CHECKING:
@@ -22,15 +24,35 @@ if TYPE_CHECKING:
 
 
 class FusedRows:
-    """One per runner. The slot state's tensors stay where they are (`fixed_shapes`)."""
+    """One per runner. cpu: the kernels on the CPU; None: Triton's."""
 
-    def __init__(self, config: EngineConfig, state: SlotState, builder: InputBuilder) -> None:
+    def __init__(
+        self, config: EngineConfig, state: SlotState, builder: InputBuilder, *, cpu: CpuBookkeeping | None = None
+    ) -> None:
         self._builder, self._block_size = builder, config.block_size
+        self._state, self._cpu = state, cpu
         drafter = config.drafter
         self._block_width = 0 if drafter is None else drafter.block_size
         self._mask_id = 0 if drafter is None else drafter.mask_token_id
         self._positions = 0 if drafter is None else drafter.max_position_embeddings
-        self._slots = Slots(
+        self._pdl = cpu is None and dependent_launch()
+
+    @classmethod
+    def create(
+        cls, config: EngineConfig, state: SlotState, builder: InputBuilder, device: torch.device
+    ) -> FusedRows | None:
+        """None where the kernels cannot run, or where debug_checks look at what lies between."""
+        if config.debug_checks:
+            return None
+        if device.type == "cpu":
+            return cls(config, state, builder, cpu=CpuBookkeeping()) if cpu_unavailable_reason() is None else None
+        return cls(config, state, builder) if unavailable_reason() is None else None
+
+    @property
+    def _slots(self) -> Slots:
+        """The state's tensors as they are now: without `fixed_shapes` one may be replaced by a larger one."""
+        state = self._state
+        return Slots(
             committed_len=state.committed_len,
             last_token=state.last_token,
             draft_tokens=state.draft_tokens,
@@ -41,23 +63,14 @@ class FusedRows:
             stop_ids=state.stop_ids,
             block_table=state.block_table,
         )
-        self._pdl = dependent_launch()
 
-    @classmethod
-    def create(
-        cls, config: EngineConfig, state: SlotState, builder: InputBuilder, device: torch.device
-    ) -> FusedRows | None:
-        """None where the kernels cannot run, or where debug_checks look at what lies between."""
-        if device.type != "cuda" or config.debug_checks or unavailable_reason() is not None:
-            return None
-        return cls(config, state, builder)
-
-    def target_inputs(self, slots_R: Tensor, width: int, limit_1: Tensor) -> tuple[DecodeBlock, ForwardInputs]:
-        """`decode_block` and `InputBuilder.target_inputs` of it, without prompt chunks."""
-        from engine.kernels.target_rows import target_rows
+    def target_inputs(
+        self, slots_R: Tensor, width: int, limit_1: Tensor | None = None
+    ) -> tuple[DecodeBlock, ForwardInputs]:
+        """`decode_block` and `InputBuilder.target_inputs` of it, without prompt chunks. limit_1: on CUDA, as there."""
         from engine.runner.batch import DecodeBlock, ForwardInputs
 
-        rows = target_rows(self._slots, slots_R, limit_1, width=width, block_size=self._block_size, pdl=self._pdl)
+        rows = self._target_rows(slots_R, width, limit_1)
         group = self._builder.group(
             first_row=0,
             slots_R=slots_R,
@@ -77,6 +90,15 @@ class FusedRows:
         context = AttentionContext(slot_mapping_N=rows.cache_N, groups=(group,))
         return decode, ForwardInputs(ids_N=rows.ids_N, positions_N=rows.positions_N, context=context)
 
+    def _target_rows(self, slots_R: Tensor, width: int, limit_1: Tensor | None) -> TargetRows:
+        if self._cpu is not None:
+            assert limit_1 is None
+            return self._cpu.target_rows(self._slots, slots_R, width=width, block_size=self._block_size)
+        from engine.kernels.target_rows import target_rows
+
+        assert limit_1 is not None
+        return target_rows(self._slots, slots_R, limit_1, width=width, block_size=self._block_size, pdl=self._pdl)
+
     def commit(
         self,
         slots_R: Tensor,
@@ -87,6 +109,20 @@ class FusedRows:
         synthetic_R: Tensor | None,
     ) -> Commit:
         """`verify` and the writes of its verdict, the context's rows and the drafter's block."""
+        if self._cpu is not None:
+            return self._cpu.commit(
+                self._slots,
+                slots_R,
+                rows,
+                drawn_N,
+                peak_N,
+                width=width,
+                block_size=self._block_size,
+                synthetic_R=synthetic_R,
+                block_width=self._block_width,
+                mask_id=self._mask_id,
+                positions=self._positions,
+            )
         from engine.kernels.commit_rows import commit
 
         return commit(
@@ -121,6 +157,9 @@ class FusedRows:
 
     def store_drafts(self, slots_R: Tensor, drafts_RK: Tensor, made: Commit) -> None:
         """The rows' new drafts and their number."""
+        if self._cpu is not None:
+            self._cpu.store_drafts(self._slots, slots_R, drafts_RK, made.live_R)
+            return
         from engine.kernels.target_rows import store_drafts
 
         store_drafts(self._slots, slots_R, drafts_RK, made.live_R, pdl=self._pdl)

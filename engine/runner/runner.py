@@ -89,7 +89,10 @@ class ModelRunner:
         self._target = target
         self._builder = InputBuilder(config, self.state, device)
         self._fixed_builder = InputBuilder(config, self.state, device, fixed_shapes=True)
-        self._fused = FusedRows.create(config, self.state, self._fixed_builder, device) if fixed_shapes else None
+        builder = self._fixed_builder if fixed_shapes else self._builder
+        # The kernels on CUDA belong to programs of fixed shapes, those on the CPU take steps as they come.
+        is_fused = fixed_shapes == (device.type == "cuda")
+        self._fused = FusedRows.create(config, self.state, builder, device) if is_fused else None
         taps = config.drafter.target_layer_ids if config.drafter is not None else ()
         self._target_program = TargetProgram(target, kv, taps)
         self._draft_program = DecideAndDraft(
@@ -98,7 +101,7 @@ class ModelRunner:
             drafter=drafter,
             kv=kv,
             state=self.state,
-            builder=self._fixed_builder if fixed_shapes else self._builder,
+            builder=builder,
             tp=tp,
             fused=self._fused,
         )
@@ -214,12 +217,14 @@ class ModelRunner:
         self, plan: StepPlan, decode_slots: tuple[int, ...], prefill: tuple[PrefillChunk, ...], entry: ResultEntry
     ) -> tuple[list[_Rows], tuple[ChunkScores, ...]]:
         """These decode rows and prompt chunks in one forward of exactly their shape."""
-        decode, verify_len = None, 0
-        if decode_slots:
-            verify_len = plan.verify_len
-            decode = decode_block(self.state, upload(decode_slots, self._device), verify_len)
+        decode, verify_len = None, plan.verify_len if decode_slots else 0
         inits = self.state.inits_of((*decode_slots, *[chunk.slot for chunk in prefill if chunk.samples]))
-        inputs = self._builder.target_inputs(decode, prefill)
+        if decode_slots and not prefill and self._fused is not None:
+            decode, inputs = self._fused.target_inputs(upload(decode_slots, self._device), verify_len)
+        else:
+            if decode_slots:
+                decode = decode_block(self.state, upload(decode_slots, self._device), verify_len)
+            inputs = self._builder.target_inputs(decode, prefill)
         num_decode_tokens = len(decode_slots) * (verify_len + 1)
         step = self._target_program.run(inputs, num_decode_tokens, prefill)
         rows = self._decide_and_draft(plan, step, decode, prefill, verify_len, inits, entry)

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.layers.cpu_rows import MIN_PEAK_SIZE, row_kernels
 from engine.layers.cuda_rows import cuda_rows
 from engine.sampling.filters import (
     MAX_PARTIAL_SORT,
@@ -184,6 +185,10 @@ def argmax_pair(score_NV: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
     on_gpu = cuda_rows(score_NV) if score_NV.dtype == torch.float32 else None
     if on_gpu is not None:
         return on_gpu.shard_argmax(score_NV, vocab_start)
+    if score_NV.device.type == "cpu" and score_NV.dtype == torch.float32 and score_NV.shape[1] >= MIN_PEAK_SIZE:
+        kernels = row_kernels(torch.float32)
+        if kernels is not None:
+            return kernels.row_peaks(score_NV.contiguous(), vocab_start)
     value_N, column_N = score_NV.max(dim=1)  # torch documents the first of equal values
     return value_N, column_N + vocab_start
 
