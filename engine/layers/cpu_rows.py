@@ -102,6 +102,7 @@ class RowKernels:
         q = qkv.new_empty((N, num_heads, D))
         job = self._rotate_job(
             qkv.data_ptr(),
+            (num_heads + 2 * g) * D,
             q.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),

@@ -130,7 +130,6 @@ def _rotate_and_write(module: ir.Module, kind: WeightType) -> None:
     b = k.b
     dim, heads, kv_heads = k.word(RotateWord.HEAD_DIM), k.word(RotateWord.HEADS), k.word(RotateWord.KV_HEADS)
     qkv, weight = k.pointer(RotateWord.QKV), k.pointer(RotateWord.NORM_WEIGHT)
-    all_heads = b.add(heads, b.add(kv_heads, kv_heads))
     turned = b.add(heads, kv_heads)
     half = b.sdiv(dim, k.const(2))
     has_norm = b.icmp_signed("!=", k.word(RotateWord.NORM_WEIGHT), k.const(0))
@@ -141,7 +140,7 @@ def _rotate_and_write(module: ir.Module, kind: WeightType) -> None:
         slot = b.load(k.at(k.pointer(RotateWord.SLOTS), row, I64), typ=I64)
         angle_at = b.mul(row, k.word(RotateWord.ANGLE_STRIDE))
         cache_at = b.mul(b.mul(slot, kv_heads), dim)
-        row_at = b.mul(b.mul(row, all_heads), dim)
+        row_at = b.mul(row, k.word(RotateWord.QKV_STRIDE))
         with k.loop(0, turned) as head:
             head_at = b.add(row_at, b.mul(head, dim))
             squares = k.local(k.floats(0.0))

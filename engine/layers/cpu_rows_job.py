@@ -37,7 +37,8 @@ class PeakWord(IntEnum):
 
 
 class RotateWord(IntEnum):
-    QKV = 0  # [ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM]
+    QKV = 0  # [ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM], rows QKV_STRIDE apart
+    QKV_STRIDE = auto()
     Q = auto()  # out [ROWS, HEADS, HEAD_DIM]
     K = auto()  # caches, [slots, KV_HEADS, HEAD_DIM]
     V = auto()

@@ -22,6 +22,7 @@ from engine.layers.cuda_rows import cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import RotaryTable, rotate
+from engine.models.cpu_context import CpuContext
 from engine.models.cpu_stack import CpuStacks
 from engine.models.decoder import DecoderLayer, LayerSpec, run_layers
 from engine.models.draft_head import DraftHead
@@ -74,10 +75,13 @@ class DFlashDrafter(nn.Module):
         self.fc = Linear(num_taps * self.tap_hidden_size, fc_rows, dtype=dtype, device=device)
         self.hidden_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
         self.rotary = RotaryTable(config.rope, head_dim=D, num_positions=num_positions, dtype=dtype, device=device)
-        self._layers = [DecoderLayer(self.spec, tp=layer_tp, attention=attention) for _ in range(config.num_layers)]
-        self.layers = nn.ModuleList(self._layers)
+        self.stacked_layers = [
+            DecoderLayer(self.spec, tp=layer_tp, attention=attention) for _ in range(config.num_layers)
+        ]
+        self.layers = nn.ModuleList(self.stacked_layers)
         self.norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype, device=device)
-        self._stacks = CpuStacks(self._layers, self.norm)
+        self._stacks = CpuStacks(self.stacked_layers, self.norm)
+        self._context: CpuContext | None = None
         # Copies of the layers' K and V rows, [k0 | v0 | k1 | v1 ..], so that the context takes one GEMM.
         self.context_kv = Linear(
             H,
@@ -133,6 +137,16 @@ class DFlashDrafter(nn.Module):
         whole_NTH = gathered.view(N, self.tp.size, T, part.size).transpose(1, 2).reshape(N, T, -1)
         return self.hidden_norm.forward(self.fc.forward(whole_NTH[:, :, : self.tap_hidden_size].reshape(N, -1)))
 
+    def feed_context(self, taps_NTH: Tensor, positions_N: Tensor, slot_mapping_N: Tensor, kv: KvCache) -> None:
+        """`write_context` of `context_features`."""
+        if taps_NTH.device.type == "cpu" and CpuContext.takes(taps_NTH.shape[0]):
+            if self._context is None or self._context.kv is not kv:
+                self._context = CpuContext(self, kv) if CpuContext.suits(self) else None
+            if self._context is not None:
+                self._context.write(taps_NTH, self.rotary.rows(positions_N), slot_mapping_N)
+                return
+        self.write_context(self.context_features(taps_NTH), positions_N, slot_mapping_N, kv)
+
     def write_context(self, c_NH: Tensor, positions_N: Tensor, slot_mapping_N: Tensor, kv: KvCache) -> None:
         """Writes K (normed, rotated) and V of every layer at the rows' slots; rows to be dropped point into block 0."""
         assert kv.drafter_stack is not None
@@ -170,6 +184,24 @@ class DFlashDrafter(nn.Module):
         stack = torch.stack((k_NLgD, kv_NL2gD[:, :, 1]), dim=2).view(N, 2 * L, g, D)
         kv.drafter_stack.index_copy_(1, slot_mapping_N, stack.transpose(0, 1))
 
+    def draft_hidden(
+        self,
+        x_NH: Tensor,
+        positions_N: Tensor,
+        ctx: AttentionContext,
+        kv: KvCache,
+        *,
+        block_width: int,
+        num_drafts: int,
+    ) -> Tensor:
+        """`forward` of blocks of block_width rows each -> their rows 1 .. num_drafts, [blocks * num_drafts, H]."""
+        num_blocks = x_NH.shape[0] // block_width
+        stack = self._stacks.find(x_NH, ctx, kv.drafter_kv) if num_blocks == 1 and not self.config.attention else None
+        if stack is not None and not ctx.groups[0].causal:
+            return stack.run(x_NH, self.rotary.rows(positions_N), ctx, range(1, num_drafts + 1))[0]
+        hidden_NH = self.forward(x_NH, positions_N, ctx, kv)
+        return hidden_NH.view(num_blocks, block_width, -1)[:, 1 : num_drafts + 1].reshape(num_blocks * num_drafts, -1)
+
     def forward(self, x_NH: Tensor, positions_N: Tensor, ctx: AttentionContext, kv: KvCache) -> Tensor:
         """Block rows x = embed([last token, MASK ..]) -> hidden states after the final norm, [N, H].
 
@@ -181,10 +213,10 @@ class DFlashDrafter(nn.Module):
             stack = self._stacks.find(x_NH, ctx, kv.drafter_kv)
             if stack is not None:
                 return stack.run(x_NH, angles, ctx)[0]
-            x_NH = run_layers(self._layers, x_NH, angles, ctx, kv.drafter_kv, [None] * len(self._layers))
+            x_NH = run_layers(self.stacked_layers, x_NH, angles, ctx, kv.drafter_kv, [None] * len(self.stacked_layers))
             return self.norm.forward(x_NH)
         contexts = {kind: _context_of(kind, ctx) for kind in self.config.attention}
-        for layer, kind, layer_kv in zip(self._layers, self.config.attention, kv.drafter_kv, strict=True):
+        for layer, kind, layer_kv in zip(self.stacked_layers, self.config.attention, kv.drafter_kv, strict=True):
             x_NH = layer.forward(x_NH, *angles, contexts[kind], layer_kv)
         return self.norm.forward(x_NH)
 

@@ -174,8 +174,8 @@ class DecideAndDraft:
             return
         assert step.taps_NTH is not None, "the target kept no taps"
         if decision is not None and decision.fused is not None:
-            made, features_NH = decision.fused, self._drafter.context_features(step.taps_NTH)
-            self._drafter.write_context(features_NH, made.context_positions_N, made.context_slots_N, self._kv)
+            made = decision.fused
+            self._drafter.feed_context(step.taps_NTH, made.context_positions_N, made.context_slots_N, self._kv)
             return
         slot_mapping_N = step.inputs.context.slot_mapping_N
         if num_decode:
@@ -189,8 +189,7 @@ class DecideAndDraft:
         # A position past the drafter's table has no rotary row; such rows never draft, so nobody reads their context.
         limit = self._drafter.config.max_position_embeddings
         slot_mapping_N = slot_mapping_N.masked_fill(positions_N >= limit, 0)
-        context_NH = self._drafter.context_features(step.taps_NTH)
-        self._drafter.write_context(context_NH, positions_N.clamp(max=limit - 1), slot_mapping_N, self._kv)
+        self._drafter.feed_context(step.taps_NTH, positions_N.clamp(max=limit - 1), slot_mapping_N, self._kv)
 
     def draft_after(self, decision: Decision, draft_len: int, filters: FilterFlags) -> None:
         """`draft` for the rows of a decision, from what it left where it was fused. filters: as decided with."""
@@ -222,10 +221,11 @@ class DecideAndDraft:
         """[rows, draft_len] of the block rows."""
         drafter, target = self._drafter, self._target
         assert drafter is not None
-        num_rows, width = slots_S.shape[0], drafter.config.block_size
+        width = drafter.config.block_size
         block_NH = (drafter if drafter.embedding is not None else target).embed(inputs.ids_N)
-        hidden_NH = drafter(block_NH, inputs.positions_N, inputs.context, self._kv)
-        masks_MH = hidden_NH.view(num_rows, width, -1)[:, 1 : draft_len + 1].reshape(num_rows * draft_len, -1)
+        masks_MH = drafter.draft_hidden(
+            block_NH, inputs.positions_N, inputs.context, self._kv, block_width=width, num_drafts=draft_len
+        )
         if drafter.head is not None:
             return self._draft_tokens.choose_by_head(drafter.head, masks_MH, slots_S, draft_len, filters)
         logits_MV = target.draft_logits(masks_MH)

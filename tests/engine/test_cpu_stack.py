@@ -85,6 +85,47 @@ def test_one_call_equals_layer_by_layer(
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("weights", ["model", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@torch.inference_mode()
+def test_context_in_one_call_equals_its_parts(directories: tuple[Path, Path], dtype: str, weights: str) -> None:
+    models = PagedModels.load(engine_config(*directories, dtype=dtype, drafter_weights=weights), num_seqs=2)
+    drafter = models.drafter
+    assert drafter is not None
+    out = models.forward([[Piece(seq=0, start=0, ids=PROMPT)]])
+    assert out.taps_NTH is not None
+    assert models.kv.drafter_stack is not None
+    want = models.kv.drafter_stack.clone()
+    assert bool((want != 0).any())
+    models.kv.drafter_stack.zero_()
+    positions = torch.arange(len(PROMPT))
+    drafter.feed_context(out.taps_NTH, positions, models.slots(0, positions), models.kv)
+    assert drafter._context is not None
+    assert torch.equal(models.kv.drafter_stack, want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@torch.inference_mode()
+def test_wanted_rows_are_those_of_the_whole_block(
+    directories: tuple[Path, Path], dtype: str, two_threads: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = PagedModels.load(engine_config(*directories, dtype=dtype, num_threads=2), num_seqs=2)
+    models.forward([[Piece(seq=0, start=0, ids=PROMPT), Piece(seq=1, start=0, ids=PROMPT[:9])]])
+    drafter = models.drafter
+    assert drafter is not None
+    calls = Calls(models, monkeypatch, allowed=True)
+    for sequences in ([0], [1, 0]):
+        pieces = [Piece(seq=s, start=(21, 9)[s], ids=[50 + s, *[3] * 7]) for s in sequences]
+        ids, positions, ctx = models.context([pieces], causal=False)
+        whole = drafter.forward(models.target.embed(ids), positions, ctx, models.kv).view(len(sequences), 8, -1)
+        for count in (1, 4, 7):
+            part = drafter.draft_hidden(
+                models.target.embed(ids), positions, ctx, models.kv, block_width=8, num_drafts=count
+            )
+            assert torch.equal(part.view(len(sequences), count, -1), whole[:, 1 : count + 1])
+    assert calls.count == 8
+
+
 @torch.inference_mode()
 def test_results_outlive_the_next_run_and_the_input_stays(directories: tuple[Path, Path]) -> None:
     models = PagedModels.load(engine_config(directories[0], dtype="bfloat16"), num_seqs=2)
@@ -105,7 +146,7 @@ def test_results_outlive_the_next_run_and_the_input_stays(directories: tuple[Pat
 
 @torch.inference_mode()
 def test_what_it_cannot_run_goes_layer_by_layer(directories: tuple[Path, Path]) -> None:
-    models = PagedModels.load(engine_config(directories[0], num_blocks=128), num_seqs=2)
+    models = PagedModels.load(engine_config(directories[0], num_blocks=128, max_model_len=256), num_seqs=2)
 
     def is_found(groups: list[list[Piece]]) -> bool:
         ids, _, ctx = models.context(groups)
