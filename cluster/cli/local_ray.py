@@ -19,6 +19,14 @@ from engine.parallel.process_identity import ProcessIdentity
 # Serve moves requests and answers through actor calls; its object store needs no more than Ray's minimum and some room.
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _PROXY_START_S = 30
+# What Ray does by the clock costs the same with and without requests, a quarter of a core by default, which on a small
+# machine is the engine's. Read by Ray's processes when they start; what the user has set stays.
+_PATIENT_RAY = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # 0.1 by default; a dead replica is replaced that much later
+    "RAY_task_events_report_interval_ms": "0",  # of every actor call, for a dashboard
+    "RAY_event_stats": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",  # 5000 by default; a node's load, for a dashboard
+}
 _REAP_S = 1.0
 _GRACE_S = 1.0
 
@@ -57,6 +65,9 @@ def start(*, num_cpus: int, dashboard: bool, verbose: bool) -> None:
     """Start a Ray cluster on this machine and connect to it. Its processes die with this one, however it dies."""
     # Serve starts a proxy anew, with all that takes, when it has not answered three times for so long: 5 s by default.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(_PROXY_START_S))
+    if not dashboard:
+        for name, value in _PATIENT_RAY.items():
+            os.environ.setdefault(name, value)
     # `local` never joins a cluster that happens to run here, whatever RAY_ADDRESS says.
     _init(
         address="local",
@@ -66,6 +77,17 @@ def start(*, num_cpus: int, dashboard: bool, verbose: bool) -> None:
         log_to_driver=verbose,
         logging_level=logging.INFO if verbose else logging.ERROR,
     )
+    if not verbose:
+        _end_log_monitor()
+
+
+def _end_log_monitor() -> None:
+    """It follows every log file for a driver that shows them, ten times a second."""
+    from ray._private import worker
+
+    node = worker._global_node
+    assert node is not None, "Ray was started here"
+    node.kill_log_monitor(check_alive=False)
 
 
 def connect(address: str, *, verbose: bool) -> None:

@@ -16,7 +16,8 @@ class EngineConfig:
     draft_len_choices: the declared program widths, ascending, containing 0 and max_draft_len.
     draft_len_schedule: ((batch size upper bound inclusive, K), ...) ascending; above the last key K = 0.
     num_blocks:      KV blocks including the null block 0; 0: a GPU engine measures its memory (see `engine.rank`).
-    drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only).
+    drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only, where
+        the kernel for them runs).
     decode_programs: how decode rows run: "graphs" (fixed shapes, captured, CUDA only), "repeated" (the same shapes and
         buffers, called each time), "eager" (shapes that follow the batch, decode rows and prompts in one forward).
     synthetic_acceptance_length: mean tokens a drafting row emits per step, drafts accepted by decree

@@ -89,7 +89,7 @@ def resolve_engine_config(
     Raises:
         ValueError: an option, a combination or a checkpoint that cannot be served; the message names the field.
     """
-    found = machine or probe_machine(with_accelerator=device != "simulated")
+    found = machine or probe_machine(with_accelerator=device == "cuda")
     _check_options(
         dtype=dtype,
         device=device,

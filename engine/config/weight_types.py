@@ -33,7 +33,8 @@ def resolve_dtype(dtype: str, model_dir: Path) -> Literal["float32", "bfloat16"]
 def resolve_drafter_weights(
     asked: str, drafter: DrafterConfig | None, device: str, dtype: str
 ) -> Literal["model", "int8"]:
-    """asked: "auto" takes int8 where the CPU kernel for it runs.
+    """asked: "auto" takes int8 where a CPU may have the kernel for it; where that does not run, the loader keeps the
+    model's type. Only who insists on int8 has it looked for here, since that imports torch.
 
     Raises:
         ValueError: int8 was asked for and cannot be had; the message says why.
@@ -45,10 +46,12 @@ def resolve_drafter_weights(
         obstacle = f"8-bit weights are a CPU format, and device is '{device}'"
     elif dtype != "bfloat16":
         obstacle = f"8-bit weights need dtype 'bfloat16', not '{dtype}'"
-    else:
-        from engine.layers.cpu_jit import unavailable_reason  # imports torch, which a simulated device does not need
+    elif asked == "int8":
+        from engine.layers.cpu_jit import unavailable_reason
 
         obstacle = unavailable_reason()
+    else:
+        obstacle = None
     if asked == "int8" and obstacle is not None:
         raise ValueError(f"drafter_weights: 'int8' cannot be had: {obstacle}; use 'auto' or 'model'")
     return "model" if asked == "model" or obstacle is not None else "int8"

@@ -14,6 +14,7 @@ from engine.attention.backend import attention_of
 from engine.attention.context import Attention
 from engine.attention.kv_cache_tensors import DTYPES
 from engine.config.engine import EngineConfig
+from engine.layers.cpu_jit import unavailable_reason
 from engine.layers.linear import Linear
 from engine.models.decoder import DecoderLayer, LayerSpec
 from engine.models.dflash import DFlashDrafter
@@ -129,7 +130,7 @@ def load_target(
         attention=attention or attention_of(device or config.device),
     )
     _load(model, list(target_placements(model)), config.model_dir, config.load_format, "load_format")
-    if config.drafter_weights == "int8":
+    if config.drafter_weights == "int8" and unavailable_reason() is None:
         model.add_draft_head()
     prepare_linears(model, exact=True)
     return model

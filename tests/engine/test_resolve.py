@@ -6,6 +6,8 @@ import logging
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from engine.config.draft_lengths import resolve_choices, rows_of_largest_step
 from engine.config.engine import EngineConfig
 from engine.config.machine import Accelerator, Machine, probe_machine
 from engine.config.resolve import resolve_engine_config
-from engine.layers.cpu_jit import unavailable_reason
+from engine.layers import cpu_jit
 
 CPU = Machine(cores=6, memory_bytes=8 << 30, accelerator=None)
 H200 = Machine(
@@ -111,9 +113,8 @@ def test_defaults_with_a_drafter(target: Path, drafter: Path) -> None:
     assert config.drafter_load_format == "auto"
 
 
-def test_drafter_weights_are_rounded_where_the_kernel_runs(target: Path, drafter: Path) -> None:
-    runs = unavailable_reason() is None
-    assert resolve(target, spec(drafter)).drafter_weights == ("int8" if runs else "model")
+def test_drafter_weights_are_rounded_where_the_kernel_may_run(target: Path, drafter: Path) -> None:
+    assert resolve(target, spec(drafter)).drafter_weights == "int8"
     assert resolve(target, spec(drafter), drafter_weights="model").drafter_weights == "model"
     assert resolve(target, spec(drafter), dtype="float32").drafter_weights == "model"
     assert resolve(target).drafter_weights == "model"
@@ -121,6 +122,26 @@ def test_drafter_weights_are_rounded_where_the_kernel_runs(target: Path, drafter
         resolve(target, spec(drafter), dtype="float32", drafter_weights="int8")
     with pytest.raises(ValueError, match="drafter_weights: 'int8' cannot be had: there is no drafter"):
         resolve(target, drafter_weights="int8")
+
+
+def test_int8_that_cannot_run_is_refused_if_it_was_asked_for(
+    target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_jit, "unavailable_reason", lambda: "the processor is too old")
+    with pytest.raises(ValueError, match="drafter_weights: 'int8' cannot be had: the processor is too old; use"):
+        resolve(target, spec(drafter), drafter_weights="int8")
+
+
+def test_a_cpu_s_config_is_resolved_without_torch(target: Path, drafter: Path, repo_root: Path) -> None:
+    """The command and the replica resolve it too; torch takes them seconds and hundreds of megabytes."""
+    script = (
+        "import sys; from engine.config.decoding import DFlashDecodingConfig;"
+        "from engine.config.resolve import resolve_engine_config;"
+        f"spec = DFlashDecodingConfig(max_draft_len=3, speculative_model={str(drafter)!r});"
+        f"config = resolve_engine_config(model={str(target)!r}, speculative_config=spec, dtype='bfloat16');"
+        "assert config.drafter_weights == 'int8'; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=repo_root, env=os.environ | {"PYTHONPATH": "."})
 
 
 def test_given_values_arrive(target: Path, drafter: Path) -> None:
