@@ -203,6 +203,7 @@ def given_blocks_fit(config: EngineConfig, device: torch.device) -> Iterator[Non
         ValueError: it does not fit beside what is there already or what came behind it; the message shows the
             arithmetic.
     """
+    torch.cuda.empty_cache()  # what loading took and gave back
     free, total = torch.cuda.mem_get_info(device)
     check_given_blocks(config, total_bytes=total, free_bytes=free)
     try:

@@ -80,6 +80,7 @@ def test_blocks_are_measured_where_nobody_said_how_many(models):
         )
         free = torch.cuda.mem_get_info()[0]
         assert 0 < use.largest < 4 << 30 and use.per_pair < 1 << 28
+        assert use.num_sizes > 1 and use.per_size < 1 << 28
         assert use.for_blocks > 0.5 * use.total and free >= use.free - (1 << 28), "the probe gives back what it took"
         assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == truth
 
