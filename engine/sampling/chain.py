@@ -1,8 +1,10 @@
 """FlashInfer's fused rejection sampling for drafts that are draws of the drafter, on CUDA.
 
 The same law as `engine.sampling.rejection`, one kernel instead of several passes over [rows, vocabulary]. Its generator
-takes the row of the batch into account besides the seed: a request's tokens then depend on where in the batch it lies,
-so a request's own seed does not reproduce them on CUDA, not even at equal draft lengths.
+knows one seed for the batch (FlashInfer 0.6 reads the first element of a seed tensor only) and the row of the batch: a
+request's tokens then depend on its neighbours and on where in the batch it lies, so its own seed does not reproduce
+them on CUDA, not even at equal draft lengths. The seed handed over is made of every row's key, so that no row sees the
+same noise twice: the key of a single row comes again where two requests share a seed.
 
 Shape letters: N rows: R sequences of K + 1 rows each, then F single rows; V local vocabulary shard, after the gather
 the whole vocabulary.
@@ -47,10 +49,10 @@ def chain_tokens(
 
     chained = slice(0, num_chains * width)
     first = slice(0, num_chains * width, width)
-    seeds_R = row_seeds(rows.seed_N[first], rows.position_N[first], stream=STREAM_ACCEPT)
+    seed_1 = row_seeds(rows.seed_N[first], rows.position_N[first], stream=STREAM_ACCEPT).sum(dim=0, keepdim=True)
     draft_RK1 = proposals.token_N[chained].view(num_chains, width)
     draft_RK1V, target_RK1V = (x[chained].view(num_chains, width, -1) for x in (draft_NV, kept_NV))
-    tokens_RK1 = _chain(target_RK1V, draft_RK1[:, :-1], draft_RK1V[:, :-1], seeds_R)
+    tokens_RK1 = _chain(target_RK1V, draft_RK1[:, :-1], draft_RK1V[:, :-1], seed_1)
     # Nothing is drawn in a greedy row, whatever the kernel makes of a coin that is exactly 1.
     best_RK1, greedy_RK1 = (x[chained].view(num_chains, width) for x in (best_N, greedy_N1[:, 0]))
     tokens_RK1 = torch.where(greedy_RK1, best_RK1, tokens_RK1)
@@ -65,7 +67,7 @@ def _certain(token_N: Tensor, ids_V: Tensor) -> Tensor:
     return torch.where(ids_V == token_N[:, None], 0.0, -math.inf)
 
 
-def _chain(target_RK1V: Tensor, draft_RK: Tensor, draft_RKV: Tensor, seeds_R: Tensor) -> Tensor:
+def _chain(target_RK1V: Tensor, draft_RK: Tensor, draft_RKV: Tensor, seed_1: Tensor) -> Tensor:
     """Tokens int64 [R, K+1] from kept logits of both models; draft_RK is -1 where a row verifies no draft."""
     from flashinfer.sampling import chain_speculative_sampling
 
@@ -78,12 +80,12 @@ def _chain(target_RK1V: Tensor, draft_RK: Tensor, draft_RKV: Tensor, seeds_R: Te
     missing_RK = draft_RK < 0
     q_RKV.masked_fill_(missing_RK[:, :, None], 0.0)  # also NaN, where there was no distribution
     q_RKV[:, :, V] = missing_RK.to(q_RKV.dtype)
-    tokens_RK1 = chain_speculative_sampling(
+    tokens_RK1, _num_accepted_R, _num_emitted_R = chain_speculative_sampling(
         q_RKV,
         torch.where(missing_RK, V, draft_RK).to(torch.int32),
         p_RK1V,
         deterministic=True,
-        seed=seeds_R,
-        offset=torch.zeros_like(seeds_R),
+        seed=seed_1,
+        offset=torch.zeros_like(seed_1),
     )
     return tokens_RK1.to(torch.int64).clamp(min=0, max=V - 1)

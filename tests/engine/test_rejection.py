@@ -6,6 +6,7 @@ Draws are deterministic (fixed seeds), so a p-value is a constant of the code: 1
 import math
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -280,13 +281,14 @@ def test_the_fixed_shape_path_gives_the_same_tokens() -> None:
 
 
 def scripted_chain(draft_probs, draft_token_ids, target_probs, *, deterministic, seed, offset):  # type: ignore[no-untyped-def]
-    """The documented law of FlashInfer's kernel, row by row."""
-    assert deterministic and seed.dtype == offset.dtype == torch.int64
+    """The documented law of FlashInfer's kernel, row by row: one seed for the batch, the row's place beside it; tokens,
+    how many drafts would have been accepted one by one, how many were."""
+    assert deterministic and seed.dtype == offset.dtype == torch.int64 and seed.shape == offset.shape == (1,)
     R, K, V = draft_probs.shape
     assert target_probs.shape == (R, K + 1, V) and draft_token_ids.dtype == torch.int32 and V % 4 == 0
-    out = torch.full((R, K + 1), -1, dtype=torch.int32)
+    out, emitted_R = torch.full((R, K + 1), -1, dtype=torch.int32), torch.zeros(R, dtype=torch.int32)
     for r in range(R):
-        generator = torch.Generator().manual_seed(int(seed[r]) & (2**62 - 1))
+        generator = torch.Generator().manual_seed((int(seed) + r) & (2**62 - 1))
         u = torch.rand(K, generator=generator)
         n = 0
         while n < K:
@@ -297,7 +299,8 @@ def scripted_chain(draft_probs, draft_token_ids, target_probs, *, deterministic,
             n += 1
         weights = target_probs[r, n] - (draft_probs[r, n] if n < K else 0.0)
         out[r, n] = torch.multinomial(weights.clamp(min=0), 1, generator=generator)
-    return out
+        emitted_R[r] = n
+    return out, emitted_R.clone(), emitted_R
 
 
 def chain_batch(num_chains: int) -> tuple[Tensor, SamplingRows, Proposals]:
@@ -349,12 +352,34 @@ def check_chain(device: str, num_chains: int) -> None:
     assert goodness(drawn_R3[twice_R, 2], p_V) > ALPHA
 
 
-def test_chain_hands_flashinfer_the_right_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def script(monkeypatch: pytest.MonkeyPatch, chain: Callable[..., object]) -> None:
     module = types.ModuleType("flashinfer.sampling")
-    module.chain_speculative_sampling = scripted_chain  # type: ignore[attr-defined]
+    module.chain_speculative_sampling = chain  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.sampling", module)
+
+
+def test_chain_hands_flashinfer_the_right_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, scripted_chain)
     check_chain("cpu", 1500)
+
+
+def test_the_seed_of_a_chain_batch_is_new_whenever_any_row_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour that starts again with an equal seed must not bring back the noise of an earlier step."""
+    seeds = []
+
+    def note(*args: object, seed: Tensor, **kwargs: object) -> object:
+        seeds.append(int(seed))
+        return scripted_chain(*args, seed=seed, **kwargs)
+
+    script(monkeypatch, note)
+    logits_NV, rows, proposals = chain_batch(4)
+    for moved in ([], [9], [0], [0, 3, 6, 9]):  # each chain has three rows; the first carries its key
+        position_N = rows.position_N.clone()
+        position_N[moved] += 100
+        own = replace(rows, position_N=position_N)
+        chain_tokens(logits_NV, own, proposals, width=3, num_chains=4, tp=OneRank(), vocab_start=0)
+    assert len(set(seeds)) == 4
 
 
 @pytest.mark.gpu
