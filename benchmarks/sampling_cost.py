@@ -1,21 +1,27 @@
-"""What each sampling option costs per decode step on a CPU, at batch 1 and 16.
+"""What each decoding option costs per decode step, at batch 1 and 16, on the CPU or on a GPU.
 
-    python benchmarks/sampling_cost.py OUT.json --model DIR [--drafter DIR --draft-len 5] [--rounds 3]
+    python benchmarks/sampling_cost.py OUT.json --model DIR --drafter DIR [--draft-len 5] [--rounds 3] [--device cuda]
 
-Every option runs on the same engine in interleaved rounds, so that a slow minute of the machine hits every row alike. A
-step counts once every request of the batch decodes; the figure of an option is the median of all its steps, its cost
-the difference to the row "greedy" (and its share of it). End-of-sequence is ignored and nothing is detokenised. Drafts
-are made and verified at the given length in every step, whatever of them is accepted. The prompt's log-probabilities
-are measured by the time of a whole prefill.
+Options of a request run on one engine, those of a deployment (how drafts are chosen and verified, the gate, missing
+filters) on engines of their own beside it; all cells in interleaved rounds, so that a slow minute of the machine hits
+every row alike. A step counts once every request of the batch decodes; the figure of an option is the median of all its
+steps, its cost the difference to greedy decoding on the first engine (and its share of it). End-of-sequence is ignored
+and nothing is detokenised. Drafts are made and verified at the given length in every step, whatever of them is
+accepted. The prompt's log-probabilities are measured by the time of a whole prefill.
+
+Probabilistic drafts on CUDA need FlashInfer, whose kernel is compiled on first use. Where it is missing their rows are
+left out and the record says why; which path verifies the drafts of an engine stands beside its name.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import platform
 import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +55,39 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "5 logprobs": {"logprobs": 5},
     "penalties, biases, ids and words": PENALTIES | TOKEN_RULES,
 }
+MIXED = "mixed batch"  # a row of each of the options above, in turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """An engine beside the first one. spec: fields of DFlashDecodingConfig; options: rows that run on it."""
+
+    options: tuple[str, ...]
+    spec: dict[str, Any] = field(default_factory=dict)
+    draft_sampling: str | None = None
+
+
+DEPLOYMENTS = {
+    "coupled drafts": Deployment(options=(*OPTIONS, MIXED), spec={"enable_penalty": True}, draft_sampling="coupled"),
+    "greedy drafts": Deployment(options=("temperature", "temperature, top_p 0.9"), draft_sampling="greedy"),
+    "rejection sampling, greedy drafts": Deployment(
+        options=("greedy", "temperature", "temperature, top_k 50", "temperature, top_p 0.9"),
+        spec={"use_rejection_sampling": True},
+        draft_sampling="greedy",
+    ),
+    "rejection sampling, probabilistic drafts": Deployment(
+        options=("greedy", "temperature", "temperature, top_k 50", "temperature, top_p 0.9"),
+        spec={"use_rejection_sampling": True},
+        draft_sampling="probabilistic",
+    ),
+    "gate": Deployment(
+        options=("greedy", "temperature"),
+        spec={"acceptance_rate_window_size": 64, "acceptance_rate_threshold": 0.0},  # never below: it goes on counting
+    ),
+    "no_topk_no_topp": Deployment(
+        options=("temperature", "temperature, min_p 0.05"), spec={"advanced_sampling_mode": "no_topk_no_topp"}
+    ),
+}
 
 
 class Steps:
@@ -58,9 +97,9 @@ class Steps:
         self._llm = llm
         self._numbers = itertools.count()
 
-    def decode(self, options: dict[str, Any], *, batch: int, prompt_len: int, num_steps: int) -> list[float]:
-        """Seconds of num_steps steps in which all rows decode."""
-        waiting = {self._add(options, prompt_len) for _ in range(batch)}
+    def decode(self, options: list[dict[str, Any]], *, batch: int, prompt_len: int, num_steps: int) -> list[float]:
+        """Seconds of num_steps steps in which all rows decode; options: of the rows, in turn."""
+        waiting = {self._add(own, prompt_len) for own, _ in zip(itertools.cycle(options), range(batch), strict=False)}
         active, core = list(waiting), self._llm.core
         while waiting:
             waiting -= {delta.request_id for delta in core.step() if delta.token_ids}
@@ -105,11 +144,99 @@ class Steps:
             self._llm.core.step()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--drafter")
+def build(args: argparse.Namespace, deployment: Deployment) -> LLM:
+    largest = max(args.batches)
+    # Rows that all accept everything must not reach the end of the context.
+    max_model_len = args.prompt_len + (args.steps + 4) * (args.draft_len + 1)
+    spec = DFlashDecodingConfig(max_draft_len=args.draft_len, speculative_model=args.drafter, **deployment.spec)
+    return LLM(
+        args.model,
+        speculative_config=spec,
+        draft_sampling=deployment.draft_sampling,
+        dtype=args.dtype,
+        device=args.device,
+        threads=args.threads,
+        draft_len_choices=[0, args.draft_len],
+        max_num_seqs=largest,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max(512, largest * (args.draft_len + 1)),
+        num_blocks=(largest + 1) * -(-(max_model_len + 3 * args.draft_len + 16) // 16),
+        enable_prefix_caching=False,
+    )
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The record of all deployments' rows. args: those of `add_arguments`, and model, drafter and device."""
+    with contextlib.ExitStack() as stack:
+        engines: dict[str, Steps] = {}
+        verified_by, left_out = {}, {}
+        for name, deployment in DEPLOYMENTS.items():
+            try:
+                llm = stack.enter_context(build(args, deployment))
+            except ValueError as error:  # FlashInfer is missing
+                if deployment.draft_sampling != "probabilistic":
+                    raise
+                left_out[name] = str(error)
+                continue
+            engines[name] = Steps(llm)
+            verified_by[name] = verification_of(llm)
+        cells = [(batch, name, option) for batch in args.batches for name in engines for option in options_of(name)]
+        times: dict[tuple[int, str, str], list[float]] = {cell: [] for cell in cells}
+        prefills: dict[str, list[float]] = {"without": [], "prompt_logprobs 0": [], "prompt_logprobs 5": []}
+        for round_index in range(args.rounds + 1):
+            for batch, name, option in cells:
+                rows = list(OPTIONS.values()) if option == MIXED else [OPTIONS[option]]
+                found = engines[name].decode(rows, batch=batch, prompt_len=args.prompt_len, num_steps=args.steps)
+                if round_index:  # the first round warms caches and allocators
+                    times[batch, name, option] += found
+                took = f"{statistics.median(found) * 1e3:.2f} ms"
+                print(f"round {round_index} batch {batch} {name}: {option}: {took}", file=sys.stderr, flush=True)
+            for name, values in prefills.items():
+                options = {} if name == "without" else {"prompt_logprobs": int(name.split()[1])}
+                elapsed_s = next(iter(engines.values())).prefill(options, args.prompt_len)
+                if round_index:
+                    values.append(elapsed_s)
+    return {
+        "verified_drafts_per_row": args.draft_len,
+        "drafts_of_sampled_rows_verified_by": verified_by,
+        "left_out": left_out,
+        "steps": {f"batch {batch}": rows_of(batch, times) for batch in args.batches},
+        "prefill_ms": {name: round(statistics.median(values) * 1e3, 2) for name, values in prefills.items()},
+        "prompt_len": args.prompt_len,
+    }
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    return DEPLOYMENTS[name].options
+
+
+def verification_of(llm: LLM) -> str:
+    """Which code decides about the drafts of sampled rows."""
+    if not llm.config.use_rejection_sampling:
+        return "exact match"
+    if llm.config.draft_sampling == "probabilistic" and llm.config.device == "cuda":
+        return "flashinfer.sampling.chain_speculative_sampling"
+    return "engine.sampling.rejection"
+
+
+def rows_of(batch: int, times: dict[tuple[int, str, str], list[float]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Per deployment and option: the median step, and what it costs over greedy decoding on the first engine."""
+    medians = {
+        (name, option): statistics.median(values) * 1e3 for (at, name, option), values in times.items() if at == batch
+    }
+    base = next(iter(medians.values()))
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, option), value in medians.items():
+        rows.setdefault(name, {})[option] = {
+            "step_ms": round(value, 3),
+            "cost_ms": round(value - base, 3),
+            "share_of_greedy": round((value - base) / base, 3),
+        }
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `measure` needs beside model, drafter and device."""
     parser.add_argument("--draft-len", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
@@ -117,72 +244,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompt-len", type=int, default=128)
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """What was measured on."""
+    found = {"cpu": platform.processor() or platform.machine(), "threads": args.threads}
+    if args.device == "cuda":
+        return found | {"gpu": torch.cuda.get_device_name(0)}
+    return found | {"capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    add_arguments(parser)
     args = parser.parse_args()
-    largest = max(args.batches)
-    spec = None
-    if args.drafter is not None:
-        spec = DFlashDecodingConfig(max_draft_len=args.draft_len, speculative_model=args.drafter, enable_penalty=True)
-    # Rows that all accept everything must not reach the end of the context.
-    max_model_len = args.prompt_len + (args.steps + 4) * (args.draft_len + 1)
-    with LLM(
-        args.model,
-        speculative_config=spec,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_num_seqs=largest,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max(512, largest * (args.draft_len + 1)),
-        kv_cache_memory_bytes=1 << 30,
-        enable_prefix_caching=False,
-    ) as llm:
-        steps = Steps(llm)
-        cells = list(itertools.product(args.batches, OPTIONS))
-        times: dict[tuple[int, str], list[float]] = {cell: [] for cell in cells}
-        prefills: dict[str, list[float]] = {"without": [], "prompt_logprobs 0": [], "prompt_logprobs 5": []}
-        for round_index in range(args.rounds + 1):
-            for batch, name in cells:
-                found = steps.decode(OPTIONS[name], batch=batch, prompt_len=args.prompt_len, num_steps=args.steps)
-                if round_index:  # the first round warms caches and allocators
-                    times[batch, name] += found
-                print(
-                    f"round {round_index} batch {batch} {name}: {statistics.median(found) * 1e3:.2f} ms",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            for name, values in prefills.items():
-                options = {} if name == "without" else {"prompt_logprobs": int(name.split()[1])}
-                elapsed_s = steps.prefill(options, args.prompt_len)
-                if round_index:
-                    values.append(elapsed_s)
-    record = {
-        "command": command_line(),
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "threads": args.threads,
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        },
-        "versions": {"torch": torch.__version__},
-        "verified_drafts_per_row": 0 if spec is None else args.draft_len,
-        "steps": {f"batch {batch}": rows_of(batch, times) for batch in args.batches},
-        "prefill_ms": {name: round(statistics.median(values) * 1e3, 2) for name, values in prefills.items()},
-        "prompt_len": args.prompt_len,
-    }
+    record = {"command": command_line(), "machine": machine(args), "versions": {"torch": torch.__version__}}
+    record |= measure(args)
     args.out.write_text(json.dumps(record, indent=1))
     print(json.dumps({"steps": record["steps"], "prefill_ms": record["prefill_ms"]}, indent=1))
-
-
-def rows_of(batch: int, times: dict[tuple[int, str], list[float]]) -> dict[str, dict[str, float]]:
-    """Per option: the median step, and what it costs over greedy decoding."""
-    medians = {name: statistics.median(values) * 1e3 for (at, name), values in times.items() if at == batch}
-    base = medians["greedy"]
-    return {
-        name: {
-            "step_ms": round(value, 3),
-            "cost_ms": round(value - base, 3),
-            "share_of_greedy": round((value - base) / base, 3),
-        }
-        for name, value in medians.items()
-    }
 
 
 if __name__ == "__main__":
