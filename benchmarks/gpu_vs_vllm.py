@@ -36,9 +36,10 @@ from engine_load import (
     smol_bank,
 )
 from gpu_engine import q8_config, smol_config
-from gpu_lab import Lab, save, versions, write_qwen3_8b
+from gpu_lab import Lab, read_bandwidth, save, versions, weight_bytes, write_qwen3_8b
 from vs_report import draw, peer_rates, report
 
+from engine.kv_cache.block_bytes import bytes_per_block
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.weights.source import fetch
@@ -89,6 +90,19 @@ class OurEngine:
         ]
 
 
+def bytes_of_a_step(lab: Lab) -> dict[str, float]:
+    """What a step must read at least, and how fast this GPU reads."""
+    runner, config = lab.rank.runner, lab.config
+    target, drafter = runner._target_program._model, runner._draft_program._drafter
+    head = target.head.weight
+    return {
+        "weights": weight_bytes(target),
+        "weights_with_drafts": weight_bytes(target, drafter) + head.numel() * head.element_size(),
+        "kv_per_token": bytes_per_block(config) / config.block_size,
+        "bytes_per_s": read_bandwidth(),
+    }
+
+
 def our_side(args: argparse.Namespace) -> None:
     """Measures one workload at every draft length, in one engine."""
     sizes = dict(prompt_tokens=256, tokens=2 * args.tokens, batched_tokens=8192, dtype="bfloat16")
@@ -104,6 +118,8 @@ def our_side(args: argparse.Namespace) -> None:
         config = smol_config(shape) if args.side == "smol" else q8_config(shape, Path(scratch))
         lab = Lab(config)
     say(dict(part="start", draft_len=None, seconds=round(lab.start_s, 1), **versions()))
+    if args.device == "cuda":
+        say(dict(part="floor", draft_len=None, **bytes_of_a_step(lab)))
     if args.side == "smol":
         from transformers import AutoTokenizer
 

@@ -13,7 +13,7 @@ from engine_load import bootstrap
 Row = dict[str, Any]
 Groups = dict[tuple[tuple[str, Any], ...], dict[str, list[Row]]]  # fields of a group -> side -> its rows
 SIDES = ("ours", "vllm")
-ABOUT = ("start", "counters", "error", "versions")
+ABOUT = ("start", "floor", "counters", "error", "versions")
 MEDIANS = (
     "tokens_per_s", "tokens_per_s_per_user", "first_token_ms", "step_ms", "gap_p99_ms", "token_p99_ms",
     "acceptance_length",
@@ -35,6 +35,7 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
     found["first"] = [compared(key, sides, "first_token_ms") for key, sides in first.items()]
     context = by(rows, "context", ("workload", "context", "draft_len"))
     found["context"] = [compared(key, sides, "step_ms") for key, sides in context.items()]
+    add_floors(found["context"], rows)
     found["poisson"] = poisson(rows)
     found["accept"] = acceptance(rows)
     found["curve"] = curve(found["best"])
@@ -65,6 +66,18 @@ def compared(key: tuple[tuple[str, Any], ...], sides: dict[str, list[Row]], fiel
     if len(sides) == len(SIDES):
         row["ratio"] = round(row["ours"][field] / row["vllm"][field], 3)
     return row
+
+
+def add_floors(context: Sequence[Row], rows: Sequence[Row]) -> None:
+    """To steps behind a context: what reading weights and K/V takes at the measured bandwidth, and our multiple."""
+    floors = {row["workload"]: row for row in rows if row["part"] == "floor"}
+    for row in context:
+        floor = floors.get(row["workload"])
+        if floor and "ours" in row:
+            weights = floor["weights_with_drafts" if row["draft_len"] else "weights"]
+            num_bytes = weights + floor["kv_per_token"] * row["context"]
+            row["floor_ms"] = round(1e3 * num_bytes / floor["bytes_per_s"], 4)
+            row["ours"]["over_floor"] = round(row["ours"]["step_ms"] / row["floor_ms"], 3)
 
 
 def best(speed: Sequence[Row]) -> list[Row]:
@@ -186,6 +199,10 @@ def bars(found: dict[str, Any]) -> list[Row]:
         if "ratio" in row:
             place = f"{row['workload']}, context {row['context']}, K = {row['draft_len']}"
             check(f"{place}: step over vLLM's", row["ratio"], 1.03, most)
+        if row["workload"] == "q8" and row["draft_len"] and "over_floor" in row.get("ours", {}):
+            limit = 1.25 if row["context"] <= 1024 else 1.35
+            place = f"q8, context {row['context']}, K = {row['draft_len']}"
+            check(f"{place}: step over what reading takes", row["ours"]["over_floor"], limit, most)
     for row in found["accept"]:
         if "overlap" in row and row["set"] == "all":
             check(

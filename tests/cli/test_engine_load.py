@@ -110,6 +110,15 @@ def test_the_report_names_what_does_not_hold(modules: tuple[ModuleType, ModuleTy
             )
         )
         rows.append(dict(side=side, workload="smol", part="speed", draft_len=15, cut_after_s=9.0))
+    rows.append(
+        dict(side="ours", workload="q8", part="context", draft_len=15, context=1000, tokens_per_s=1.0, step_ms=6.5)
+    )
+    rows.append(
+        dict(
+            side="ours", workload="q8", part="floor", weights=3e9, weights_with_drafts=4e9, kv_per_token=1e6,
+            bytes_per_s=1e12,
+        )
+    )  # fmt: skip
     found = vs_report.report(rows)
     assert [row["ratio"] for row in found["best"]] == pytest.approx([301 / 101, 721 / 801], abs=1e-3)
     assert all(row[side]["draft_len"] == 15 for row in found["best"] for side in ("ours", "vllm"))
@@ -119,5 +128,7 @@ def test_the_report_names_what_does_not_hold(modules: tuple[ModuleType, ModuleTy
         "smol all, 8 at once, K = 15: tokens/s over vLLM's",
         "smol all, 8 at once, K = 0: tokens/s over vLLM's",
         "smol, K = 15: intervals of acceptance touch",
+        "q8, context 1000, K = 15: step over what reading takes",
     }
+    assert found["context"][0]["floor_ms"] == 5.0 and found["context"][0]["ours"]["over_floor"] == 1.3
     assert len(found["cut"]) == 2 and vs_report.draw(found["curve"], "smol").count("<circle") == 4
