@@ -1,5 +1,5 @@
 """The `dflash` command: `serve`, `chat`, `bench`, `status`, `schedule`, `config`, `simulate`, `train`,
-`eval-drafter`."""
+`cut-head`, `eval-drafter`."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from cluster.cli.console import stdout
 from cluster.cli.operate import schedule, status
 from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
-from cluster.cli.train import eval_drafter, train
+from cluster.cli.train import cut_head, eval_drafter, train
 from cluster.version import DISTRIBUTION, version
 
 
@@ -47,6 +47,7 @@ app.add_typer(schedule, name="schedule")
 app.add_typer(config, name="config")
 app.command()(simulate)
 app.command()(train)
+app.command("cut-head")(cut_head)
 app.command("eval-drafter")(eval_drafter)
 
 if __name__ == "__main__":

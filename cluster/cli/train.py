@@ -1,4 +1,4 @@
-"""`dflash train` and `dflash eval-drafter`: make a DFlash drafter for a target, and measure one."""
+"""`dflash train`, `dflash cut-head` and `dflash eval-drafter`: make a DFlash drafter for a target, and measure one."""
 
 import json
 import logging
@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.console import BAD_USAGE, fail, stdout, user_errors
+from cluster.cli.console import BAD_USAGE, fail, stderr, stdout, user_errors
 
+_DEFAULT_PROBLEMS = 24000
 _STAGES = ("all", "prompts", "responses", "fit")
 
 
@@ -25,7 +26,10 @@ def train(
     mask_token_id: Annotated[int | None, typer.Option(help="For a new drafter: an id that no text contains.")] = None,
     num_layers: Annotated[int, typer.Option(min=1, help="Layers of a new drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Block of a new drafter, the known token included.")] = 16,
-    problems: Annotated[int, typer.Option(min=0, help="Word problems to make (needs reasoning-gym).")] = 24000,
+    problems: Annotated[
+        int | None,
+        typer.Option(min=0, help="Word problems to make. Default: 24000 if reasoning-gym (extra train) is installed."),
+    ] = None,
     turns: Annotated[int, typer.Option(min=0, help="User turns for the target to write, on each device.")] = 60000,
     turn_seconds: Annotated[float | None, typer.Option(help="Time limit for writing turns.")] = None,
     response_seconds: Annotated[float | None, typer.Option(help="Time limit for writing responses.")] = None,
@@ -66,7 +70,7 @@ def train(
         ranks = Ranks.from_environment(device)
         work_dir.mkdir(parents=True, exist_ok=True)
         if stage in ("all", "prompts") and ranks.rank == 0:
-            count = pipeline.write_prompt_file(job, problems=problems, seed=seed)
+            count = pipeline.write_prompt_file(job, problems=_num_problems(problems), seed=seed)
             stdout().print(f"{count} prompts in {work_dir / pipeline.PROMPTS_FILE}")
         ranks.barrier()
         if stage in ("all", "responses"):
@@ -90,6 +94,18 @@ def train(
             if ranks.rank == 0:
                 stdout().print(json.dumps(scores))
         ranks.close()
+
+
+def _num_problems(asked: int | None) -> int:
+    """The default is said aloud when it is none: a corpus without word problems is another corpus."""
+    if asked is not None:
+        return asked
+    from engine.training.prompts import word_problems_installed
+
+    if word_problems_installed():
+        return _DEFAULT_PROBLEMS
+    stderr().print("no word problems: reasoning-gym is not installed (pip install 'dflash-serve[train]')", markup=False)
+    return 0
 
 
 def _read_recipe(path: Path | None) -> dict[str, Any]:
@@ -160,6 +176,42 @@ def eval_drafter(
         out.print(f"  predicted speed-up {speedup:.2f} at draft length {best_k}")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def cut_head(
+    model: Annotated[str, typer.Option(help="Target, as for train.")],
+    drafter: Annotated[Path, typer.Option(help="Directory of the drafter.")],
+    rows: Annotated[int, typer.Option(min=1, help="Ids that the new drafter can draft.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
+    work_dir: Annotated[Path | None, typer.Option(help="Count ids in the responses that train wrote there.")] = None,
+    token_counts: Annotated[
+        Path | None, typer.Option(help="Or take the counts from this .npy file, one integer per id.")
+    ] = None,
+) -> None:
+    """Make a drafter that drafts the target's most frequent ids alone: a smaller head, the same output."""
+    if (work_dir is None) == (token_counts is None):
+        fail("give --work-dir or --token-counts, one of the two", status=BAD_USAGE)
+    import numpy as np
+
+    from engine.config.model import parse_target_config
+    from engine.training import cut_head as cutting
+    from engine.training.corpus import Corpus
+    from engine.training.vocabulary import most_frequent, read_counts
+    from engine.training.vocabulary import token_counts as counts_of
+    from engine.weights.source import fetch
+
+    with user_errors(ValueError):
+        model_dir = fetch(model)
+        target = parse_target_config(model_dir)
+        if token_counts is not None:
+            counts = read_counts(token_counts, target.vocab_size)
+        else:
+            assert work_dir is not None
+            counts = counts_of(Corpus.load(sorted(work_dir.glob("corpus-*.npz"))), target.vocab_size)
+        ids = most_frequent(counts, rows, always=target.eos_token_ids)
+        cutting.cut_head(model_dir, drafter, ids, out)
+    share = counts[ids].sum() / max(1, np.sum(counts))
+    stdout().print(f"{out}: {rows} of {target.vocab_size} ids, {share:.4%} of the counted tokens", markup=False)
 
 
 if __name__ == "__main__":

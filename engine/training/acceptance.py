@@ -102,14 +102,13 @@ class AcceptanceSet:
         )
 
     def _matches(self, rows: PackedRows, program: BlockProgram, width: int) -> Tensor:
-        """Leading right drafts at every anchor place, [R, S]; logits in float32."""
+        """Leading right drafts at every anchor place, [R, S]."""
         R, S = rows.tokens_NS.shape
         places = anchor_places(rows)
         most = int(places.sum(1).max())
         at_RS = torch.arange(S, device=places.device).expand(R, S)
         all_RS, used_RS = sort_anchors(at_RS, places)
         taps = program.taps(rows)
-        head_HV = program.target.head.float().T
         result = torch.zeros(R, S, dtype=torch.int64, device=places.device)
         A = self.anchors_per_row
         for first in range(0, most, A):
@@ -117,7 +116,7 @@ class AcceptanceSet:
             blocks = blocks_at(rows, anchor_RA, used_RA, width)
             hidden = program.hidden(rows, taps, anchor_RA, width).detach()[:, :, 1:]
             for row in range(R):
-                right_AJ = (hidden[row].float() @ head_HV).argmax(-1) == blocks.label_RAJ[row]
+                right_AJ = program.drafts(hidden[row]) == blocks.label_RAJ[row]
                 count_A = (right_AJ & blocks.valid_RAJ[row]).long().cumprod(-1).sum(-1)
                 result[row, anchor_RA[row][used_RA[row]]] = count_A[used_RA[row]]
         return result

@@ -90,15 +90,15 @@ def save_drafter(drafter: TrainableDrafter, raw_config: dict[str, Any], director
 
 
 @torch.no_grad()
-def load_weights(drafter: TrainableDrafter, directory: Path) -> None:
-    """Fills the drafter from a z-lab checkpoint.
+def load_weights(drafter: TrainableDrafter, directory: Path, *, besides: frozenset[str] = frozenset()) -> None:
+    """Fills the drafter from a z-lab checkpoint. besides: tensors that the files may hold and the drafter lacks.
 
     Raises:
         ValueError: missing, additional or differently shaped tensors.
     """
     found = load_file(directory / "model.safetensors")
     wanted = drafter.state_dict()
-    odd = sorted(found.keys() ^ wanted.keys())
+    odd = sorted((found.keys() - besides) ^ wanted.keys())
     if odd:
         raise ValueError(f"{directory}: tensor '{odd[0]}' is missing or unknown; the drafter's shape differs.")
     for name, weight in wanted.items():

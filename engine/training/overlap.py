@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 _WORD = re.compile(r"[a-z0-9]+")
+_NUMBER = re.compile(r"[0-9]+")
 
 
 class OverlapIndex:
-    """Runs of `size` words of the evaluation prompts.
+    """Runs of `size` words of the evaluation prompts. Every number is one word: word problems that are made from a
+    template differ from an evaluation prompt in their numbers alone.
 
     A run found in `shared_by` or more of them is their common instruction ("Please reason step by step ..."), which
     says nothing about any one of them, and is not counted.
@@ -25,7 +27,7 @@ class OverlapIndex:
 
     def overlaps(self, text: str) -> bool:
         """A held-out prompt shorter than the run counts as a run of its own length and must be contained whole."""
-        words = tuple(_WORD.findall(text.lower()))
+        words = _words(text)
         if any(run in self.runs for run in word_runs(text, self.size)):
             return True
         return any(words[i : i + len(run)] == run for run in self.short_runs for i in range(len(words) - len(run) + 1))
@@ -33,7 +35,11 @@ class OverlapIndex:
 
 def word_runs(text: str, size: int) -> list[tuple[str, ...]]:
     """All runs of `size` words, lower-cased, punctuation dropped; a shorter text is one run."""
-    words = _WORD.findall(text.lower())
+    words = _words(text)
     if len(words) <= size:
-        return [tuple(words)] if words else []
-    return [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+        return [words] if words else []
+    return [words[i : i + size] for i in range(len(words) - size + 1)]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple("0" if _NUMBER.fullmatch(word) else word for word in _WORD.findall(text.lower()))

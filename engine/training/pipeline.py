@@ -20,6 +20,7 @@ from engine.tokenizer import Tokenizer
 from engine.training.acceptance import AcceptanceReport, AcceptanceSet
 from engine.training.checkpoint import drafter_config, load_weights, spread_taps
 from engine.training.corpus import Corpus, pack
+from engine.training.cut_head import HEAD_TENSORS, kept_ids
 from engine.training.drafter import TrainableDrafter
 from engine.training.optimizer import ParameterArena
 from engine.training.overlap import OverlapIndex
@@ -229,12 +230,14 @@ def fit(job: TrainJob, recipe: TrainRecipe, ranks: Ranks) -> dict[str, float]:
 def evaluate(
     job: TrainJob, drafter_dir: Path, *, device: str, temperature: float, recipe: TrainRecipe
 ) -> dict[str, AcceptanceReport]:
-    """Acceptance of a drafter on the held-out sets, in float32 throughout."""
+    """Acceptance of a drafter on the held-out sets, in float32 throughout. Its head may be rows of the target's."""
     target = FrozenTarget.load(job.model_dir, num_positions=recipe.row_len, dtype=torch.float32, device=device)
     config: DrafterConfig = parse_drafter_config(drafter_dir, target.config)
     drafter = TrainableDrafter(config, num_positions=recipe.row_len + config.block_size, device=device)
-    load_weights(drafter, drafter_dir)
-    program = BlockProgram(target, drafter, backend="dense", compile_model=False)
+    load_weights(drafter, drafter_dir, besides=HEAD_TENSORS)
+    program = BlockProgram(
+        target, drafter, backend="dense", compile_model=False, draft_ids=kept_ids(job.model_dir, drafter_dir)
+    )
     sets = score_sets(job, recipe, device, temperature)
     with torch.no_grad():
         return {name: part.score(program) for name, part in sets.items()}

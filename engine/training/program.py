@@ -72,12 +72,24 @@ def teacher_states(state_SH: Tensor, anchor_A: Tensor, width: int) -> Tensor:
 
 
 class BlockProgram:
-    """One frozen target and one drafter on one device."""
+    """One frozen target and one drafter on one device.
+
+    draft_ids: ascending ids that the drafter's head is cut to when it is scored; None: it drafts with the target's
+    whole head, as it is always trained.
+    """
 
     def __init__(
-        self, target: FrozenTarget, drafter: TrainableDrafter, *, backend: Backend, compile_model: bool
+        self,
+        target: FrozenTarget,
+        drafter: TrainableDrafter,
+        *,
+        backend: Backend,
+        compile_model: bool,
+        draft_ids: Tensor | None = None,
     ) -> None:
         self.target, self.drafter, self.backend = target, drafter, backend
+        self.draft_ids = None if draft_ids is None else draft_ids.to(target.head.device)
+        self._draft_head = target.head if self.draft_ids is None else target.head[self.draft_ids]
         self.block_size = drafter.config.block_size
         self._taps = torch.compile(target.taps, dynamic=False) if compile_model else target.taps
         self._taught = torch.compile(target.states_and_taps, dynamic=False) if compile_model else target.states_and_taps
@@ -108,6 +120,11 @@ class BlockProgram:
         mask = block_mask(anchor_RA, start_RA, context_len=S, block_size=W, backend=self.backend)
         hidden_RQH = self._draft(taps_RSX, self.positions(rows), x_RQH, place_RQ, mask)
         return hidden_RQH.view(R, A, W, -1)
+
+    def drafts(self, hidden: Tensor) -> Tensor:
+        """Greedy drafts of final hidden states [.., H]: target ids [..]; logits in float32."""
+        rows = (hidden.float() @ self._draft_head.float().T).argmax(-1)
+        return rows if self.draft_ids is None else self.draft_ids[rows]
 
     @staticmethod
     def positions(rows: PackedRows) -> Tensor:

@@ -1,11 +1,11 @@
 """User turns to train on: functions described by their docstrings, word problems, turns the target writes itself.
 
 Docstrings are read from Python sources installed on this machine and used as prompts only. Word problems come from the
-package `reasoning-gym`. What the target writes follows from `seeds.py`.
+package `reasoning-gym` (Apache-2.0; the extra `train`). What the target writes follows from `seeds.py`.
 """
 
 import ast
-import importlib
+import importlib.util
 import json
 import lzma
 import random
@@ -108,6 +108,11 @@ def _functions(path: Path) -> Iterator[tuple[str, str, str]]:
             continue
         indented = body.replace("\n", "\n    ")
         yield node.name, f'def {node.name}({arguments}){returns}:\n    """ {indented}\n    """', summary
+
+
+def word_problems_installed() -> bool:
+    """Whether the package that makes word problems is there."""
+    return importlib.util.find_spec("reasoning_gym") is not None
 
 
 def word_problems(count: int, *, seed: int) -> Iterator[str]:
