@@ -54,7 +54,7 @@ def main() -> None:
     print(f"{len(texts)} texts, {len(ids)} tokens, {time.monotonic() - began:.0f} s", flush=True)
     model = make_model(args, len(tokenizer)).to(args.device)
     loss = fit(model, ids.to(args.device), args)
-    model.to("cpu").save_pretrained(args.directory)
+    model.to("cpu", torch.bfloat16).save_pretrained(args.directory)
     figures = {"loss": round(loss, 3), "mask_token_id": tokenizer.convert_tokens_to_ids(MASK)}
     figures |= {"parameters": sum(p.numel() for p in model.parameters()), "seconds": round(time.monotonic() - began)}
     print(json.dumps(figures))

@@ -42,7 +42,7 @@ from engine.weights.source import fetch
 
 _HEAD = "heads"  # the group that cuts heads
 _CORPUS = "corpus-0.npz"
-_SCORE_ROWS = 4  # rows of a scoring pass: its masks are dense
+_SCORE_ROWS = 2  # rows of a scoring pass: its masks are dense
 
 
 def parse() -> argparse.Namespace:
@@ -55,10 +55,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--widths", type=int, nargs="*", default=[8, 4])
+    parser.add_argument("--widths", type=int, nargs="*", default=[8])
     parser.add_argument("--prompts", type=Path, help="evaluation prompts by set; no training prompt overlaps with them")
     parser.add_argument("--drafter", type=Path, help="score this drafter with cut heads")
-    parser.add_argument("--head-sizes", type=int, nargs="*", default=[4096, 8192, 12288, 16384, 24576, 32768])
+    parser.add_argument("--head-sizes", type=int, nargs="*", default=[8192, 16384, 24576, 32768])
     parser.add_argument("--turns", type=int, default=36000, help="user turns that the target writes")
     parser.add_argument("--turn-seconds", type=float, default=10.0)
     parser.add_argument("--response-seconds", type=float, default=26.0)
