@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 _WIDTH, _HEIGHT, _MARGIN = 760, 400, 50
+_CHAR_WIDTH = 7  # of the legend's font, about
 _COLOURS = ("#1b6ca8", "#c0392b", "#27864a", "#8e44ad", "#b9770e", "#555555")
 Series = dict[str, list[tuple[float, float]]]
 
@@ -47,11 +48,13 @@ def draw(series: Series) -> str:
         parts.append(f'<text x="{float(x) - 14}" y="{float(y) + 18}">{round(last * fraction)}</text>')
     parts.append(f'<text x="{_WIDTH / 2 - 20}" y="{_HEIGHT - 10}">steps</text>')
     parts.append(f'<text x="{_MARGIN}" y="{_MARGIN - 24}">acceptance length, greedy, 15 drafts</text>')
+    legend_x = _MARGIN + 8
     for index, (name, points) in enumerate(series.items()):
         colour = _COLOURS[index % len(_COLOURS)]
         line = " ".join(place(step, value) for step, value in points)
         parts.append(f'<polyline points="{line}" stroke="{colour}" stroke-width="1.8" fill="none"/>')
-        parts.append(f'<text x="{_MARGIN + 8 + 110 * index}" y="{_MARGIN - 6}" fill="{colour}">{name}</text>')
+        parts.append(f'<text x="{legend_x}" y="{_MARGIN - 6}" fill="{colour}">{name}</text>')
+        legend_x += _CHAR_WIDTH * len(name) + 20
     return "\n".join([*parts, "</svg>\n"])
 
 

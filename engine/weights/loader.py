@@ -130,7 +130,8 @@ def load_target(
         attention=attention or attention_of(device or config.device),
     )
     _load(model, list(target_placements(model)), config.model_dir, config.load_format, "load_format")
-    if config.drafter_weights == "int8" and unavailable_reason() is None:
+    owns_head = config.drafter is not None and config.drafter.draft_vocab_size > 0
+    if config.drafter_weights == "int8" and unavailable_reason() is None and not owns_head:
         model.add_draft_head()
     prepare_linears(model, exact=True)
     return model
