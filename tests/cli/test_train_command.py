@@ -160,7 +160,7 @@ def test_word_problems_are_made_where_the_package_is(
     file = tmp_path / "held_out.json"
     file.write_text(json.dumps({"set": [held_out]}))
     train = ["train", "--model", model, "--work-dir", tmp_path, "--init", "random", "--mask-token-id", 1]
-    train += ["--device", "cpu", "--stage", "prompts", "--held-out", file]
+    train += ["--num-layers", 2, "--device", "cpu", "--stage", "prompts", "--held-out", file]
 
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
     run(*train)
