@@ -5,12 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 _WORD = re.compile(r"[a-z0-9]+")
-_NUMBER = re.compile(r"[0-9]+")
 
 
 class OverlapIndex:
-    """Runs of `size` words of the evaluation prompts. Every number is one word: word problems that are made from a
-    template differ from an evaluation prompt in their numbers alone.
+    """Runs of `size` words of the evaluation prompts.
 
     A run found in `shared_by` or more of them is their common instruction ("Please reason step by step ..."), which
     says nothing about any one of them, and is not counted.
@@ -27,7 +25,7 @@ class OverlapIndex:
 
     def overlaps(self, text: str) -> bool:
         """A held-out prompt shorter than the run counts as a run of its own length and must be contained whole."""
-        words = _words(text)
+        words = tuple(_WORD.findall(text.lower()))
         if any(run in self.runs for run in word_runs(text, self.size)):
             return True
         return any(words[i : i + len(run)] == run for run in self.short_runs for i in range(len(words) - len(run) + 1))
@@ -35,11 +33,7 @@ class OverlapIndex:
 
 def word_runs(text: str, size: int) -> list[tuple[str, ...]]:
     """All runs of `size` words, lower-cased, punctuation dropped; a shorter text is one run."""
-    words = _words(text)
+    words = _WORD.findall(text.lower())
     if len(words) <= size:
-        return [words] if words else []
-    return [words[i : i + size] for i in range(len(words) - size + 1)]
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple("0" if _NUMBER.fullmatch(word) else word for word in _WORD.findall(text.lower()))
+        return [tuple(words)] if words else []
+    return [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]

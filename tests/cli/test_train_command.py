@@ -145,7 +145,7 @@ def test_refusals(model: Path, work: Path, tmp_path: Path) -> None:
 def test_word_problems_are_made_where_the_package_is(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those that repeat an evaluation prompt, with other numbers or not, stay out."""
+    """And those that repeat an evaluation prompt, or a run of its words, stay out."""
     held_out = "Melanie sold 12 of her vacuum cleaners at the green house and 2 more at the red house."
     again = held_out.replace("12", "31")
     package = ModuleType("reasoning_gym")
