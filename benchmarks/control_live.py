@@ -27,9 +27,8 @@ import msgspec
 import ray
 from command_line import command_line
 
-from cluster.config import SHADOW_TIME_SHARE
 from cluster.control.controller import find_controller, find_or_make_controller, remove_controller
-from cluster.control.messages import ControlOptions
+from cluster.control.messages import SHADOW_TIME_SHARE, ControlOptions
 from cluster.control.reporter import ReplicaFacts, Reporter
 from cluster.control.status import ControllerStatus
 from engine.config.decoding import DFlashDecodingConfig
@@ -49,7 +48,10 @@ APP, DEPLOYMENT = "live", "replica"
 KINDS = ("easy", "hard")  # even seeds, odd seeds
 SETTLE_S = 15.0
 STATIC_K = 15
-OUTPUT_TOKENS = 300
+PROMPT, OUTPUT_TOKENS = (1, 2, 3, 4), 300
+BATCHED_TOKENS = 2048
+STEPS = ROOT / "configs" / "sim" / "steps" / "a100-8b.yaml"
+ACCEPTANCE = ROOT / "configs" / "sim" / "acceptance" / "easy-and-hard.yaml"
 BASELINE_STEPS = 1500
 History = list[tuple[float, tuple[int, int], dict[int, int]]]  # when, version, schedule
 
@@ -64,12 +66,13 @@ def make_config(rows: int, speed: float) -> EngineConfig:
         ),
         device="simulated",
         max_num_seqs=rows,
+        max_num_batched_tokens=BATCHED_TOKENS,
         max_model_len=1024,
         enable_prefix_caching=False,
         shadow_time_share=SHADOW_TIME_SHARE,
         simulation=SimulationOptions(
-            steps=str(ROOT / "configs" / "sim" / "steps" / "a100-8b.yaml"),
-            acceptance=str(ROOT / "configs" / "sim" / "acceptance" / "easy-and-hard.yaml"),
+            steps=str(STEPS),
+            acceptance=str(ACCEPTANCE),
             speed=speed,
         ),
     )
@@ -78,7 +81,7 @@ def make_config(rows: int, speed: float) -> EngineConfig:
 def request(number: int, kind: str) -> EngineRequest:
     return EngineRequest(
         request_id=f"{kind}-{number}",
-        prompt_token_ids=(1, 2, 3, 4),
+        prompt_token_ids=PROMPT,
         params=SamplingParams(
             seed=2 * number + KINDS.index(kind), max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False
         ),
@@ -106,23 +109,23 @@ def fixed_rate(config: EngineConfig, kind: str, draft_len: int, steps: int) -> f
     return counters.generation_tokens / counters.device_time_s
 
 
-@ray.remote(num_cpus=0)
-class ReplicaProcess:
-    """One replica without HTTP."""
+class Replica:
+    """One replica without HTTP: the class of an actor. What it decodes is `request`."""
 
-    async def start(self, number: int, config: EngineConfig) -> None:
-        self._number = number
+    async def start(self, number: int, config: EngineConfig, *, accelerator: str, static_k: int) -> None:
+        """Starts the engine and its reports."""
         self._config = config
         self._group = await EngineGroup.start(config, step_times_budget_s=60.0)
         self._client = self._group.client
         self._numbers = itertools.count(number * 10**6)
         self._streams: list[asyncio.Task[None]] = []
         self._history: History = []
-        await self._client.apply_schedule((0, 1), {config.max_num_seqs: STATIC_K})
+        await self._client.apply_schedule((0, 1), {config.max_num_seqs: static_k})
+        await self.prepare()
         reporter = Reporter(
             facts=ReplicaFacts(
                 replica_id=f"replica-{number}",
-                accelerator="simulated a100",
+                accelerator=accelerator,
                 draft_lens=config.draft_len_choices,
                 max_num_seqs=config.max_num_seqs,
                 step_times=self._client.step_times,
@@ -131,10 +134,20 @@ class ReplicaProcess:
             engine=self._client,
             rank0=self._group.rank0,
             connect=lambda: asyncio.to_thread(find_or_make_controller, APP, DEPLOYMENT),
-            static_schedule=lambda: {config.max_num_seqs: STATIC_K},
+            static_schedule=lambda: {config.max_num_seqs: static_k},
             fallback_s=60.0,
         )
         self._tasks = [asyncio.create_task(reporter.run()), asyncio.create_task(self._watch())]
+
+    async def prepare(self) -> None:
+        """What is to be done under the configured schedule, before the first report."""
+
+    def request(self, number: int, kind: str) -> EngineRequest:
+        """The next request of a stream."""
+        return request(number, kind)
+
+    def received(self, request: EngineRequest, token_ids: list[int]) -> None:
+        """A request has ended by itself."""
 
     async def load(self, kind: str) -> float:
         """Ends all requests and starts as many of one kind. Returns when that was."""
@@ -162,9 +175,16 @@ class ReplicaProcess:
 
     async def _stream(self, kind: str) -> None:
         while True:
-            async with contextlib.aclosing(self._client.submit(request(next(self._numbers), kind))) as deltas:
-                async for _ in deltas:
-                    pass
+            asked = self.request(next(self._numbers), kind)
+            self.received(asked, await self.complete(asked))
+
+    async def complete(self, request: EngineRequest) -> list[int]:
+        """The tokens of a request."""
+        token_ids: list[int] = []
+        async with contextlib.aclosing(self._client.submit(request)) as deltas:
+            async for delta in deltas:
+                token_ids += delta.token_ids
+        return token_ids
 
     async def _watch(self) -> None:
         while True:
@@ -211,8 +231,13 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     table = {kind: {k: fixed_rate(config, kind, k, steps) for k in config.draft_len_choices} for kind in KINDS}
     best = {kind: max(table[kind], key=lambda k: table[kind][k]) for kind in KINDS}
     print(f"best fixed K: {best}", file=sys.stderr)
-    replicas = [ReplicaProcess.remote() for _ in range(arguments.replicas)]
-    await asyncio.gather(*[replica.start.remote(number, config) for number, replica in enumerate(replicas)])
+    replicas = [ray.remote(Replica).options(num_cpus=0).remote() for _ in range(arguments.replicas)]
+    await asyncio.gather(
+        *[
+            replica.start.remote(number, config, accelerator="simulated a100", static_k=STATIC_K)
+            for number, replica in enumerate(replicas)
+        ]
+    )
     if arguments.control_s:
         phases = [("easy", SETTLE_S), ("easy", arguments.control_s)]
     else:
@@ -290,7 +315,9 @@ def main() -> None:
         result = asyncio.run(run(arguments))
     finally:
         ray.shutdown()
-    result = {"command": command_line(), "machine": platform.machine(), **result}
+    names = ("replicas", "rows", "phase_s", "control_s", "speed")
+    options = {name: getattr(arguments, name) for name in names}
+    result = {"command": command_line(), "machine": platform.machine(), "options": options, **result}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for fault in result["faults"]:
         print(fault, file=sys.stderr)

@@ -1,6 +1,7 @@
 """What a controller of many replicas costs: real actor calls, made-up reports.
 
     python benchmarks/control_scale.py OUT.json --replicas 1000 --seconds 600
+    python benchmarks/control_scale.py OUT.json --replicas 50 --interval-s 0.2 --seconds 60    as many reports a second
 
 A few actors stand for the rank 0s of all replicas. Reports have the size of a busy replica's. Measured: share of a core
 the controller's process takes, its memory, and the time from an operator's order until every replica has acknowledged.
@@ -8,10 +9,12 @@ the controller's process takes, its memory, and the time from an operator's orde
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from engine.speculative.schedule import ScheduleAck
 
 DRAFT_LENS = (0, 1, 2, 3, 5, 7, 11, 15)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+RUNNING = (16, 32, 64)
 APP, DEPLOYMENT = "scale", "stub"
 NUM_RANK_ACTORS = 4
 HAZARD = 0.7
@@ -45,19 +49,20 @@ class RankZeros:
 
 
 class Stub:
-    """One replica: reports growing counts when it is told to."""
+    """One replica: reports growing counts when it is told to, or every `interval_s`."""
 
-    def __init__(self, number: int, rank0: Any) -> None:
+    def __init__(self, number: int, rank0: Any, interval_s: float | None) -> None:
         self.replica_id = f"replica-{number}"
         self.rank0 = rank0
+        self.interval_s = interval_s
         self.sequence = 0
         self.version = (0, 0)
 
-    def cells(self) -> tuple[CellCounts, ...]:
-        """A busy replica's: every program has run, and one of them since the last report."""
+    def cells(self, buckets: Sequence[int], draft_lens: Sequence[int]) -> tuple[CellCounts, ...]:
+        """Counts of some programs after as many reports."""
         cells = []
-        for index, (bucket, draft_len) in enumerate((b, k) for b in BUCKETS for k in DRAFT_LENS):
-            steps = 1000 + (200 * self.sequence if index == 30 else 0)
+        for bucket, draft_len in itertools.product(buckets, draft_lens):
+            steps = 1000 + 50 * self.sequence
             rows = steps * bucket
             alive = [int(rows * HAZARD**j) for j in range(16)]
             cells.append(
@@ -91,11 +96,12 @@ class Stub:
                 for b in BUCKETS
                 for k in DRAFT_LENS
             ),
-            cells=self.cells(),
+            cells=self.cells(BUCKETS, DRAFT_LENS),
         )
         return msgspec.msgpack.encode(message)
 
     def report(self) -> bytes:
+        """A busy replica's: every program has run before, and six of them since the last report."""
         self.sequence += 1
         message = Report(
             replica_id=self.replica_id,
@@ -103,7 +109,7 @@ class Stub:
             sequence=self.sequence,
             version=self.version,
             gate_disabled=False,
-            cells=self.cells(),
+            cells=self.cells(RUNNING, (7, 11)),
         )
         return msgspec.msgpack.encode(message)
 
@@ -112,7 +118,7 @@ class Stub:
         await asyncio.sleep(delay_s)
         reply = await self._send(controller.register, PROTOCOL_VERSION, self.registration(), self.rank0)
         while True:
-            await asyncio.sleep(reply.interval_s)
+            await asyncio.sleep(self.interval_s or reply.interval_s)
             reply = await self._send(controller.report, self.report())
 
     async def _send(self, method: Any, *arguments: object) -> Reply:
@@ -122,11 +128,11 @@ class Stub:
         return reply
 
 
-async def measure(num_replicas: int, seconds: float) -> dict[str, Any]:
+async def measure(num_replicas: int, seconds: float, interval_s: float | None) -> dict[str, Any]:
     """One run."""
     controller = find_or_make_controller(APP, DEPLOYMENT)
     ranks = [RankZeros.remote() for _ in range(NUM_RANK_ACTORS)]
-    stubs = [Stub(number, ranks[number % NUM_RANK_ACTORS]) for number in range(num_replicas)]
+    stubs = [Stub(number, ranks[number % NUM_RANK_ACTORS], interval_s) for number in range(num_replicas)]
     spread_s = max(num_replicas / 250, 1.0)
     tasks = [asyncio.create_task(stub.run(controller, spread_s * n / num_replicas)) for n, stub in enumerate(stubs)]
 
@@ -139,12 +145,15 @@ async def measure(num_replicas: int, seconds: float) -> dict[str, Any]:
     (process,) = [p for p in psutil.process_iter(["cmdline"]) if _is_controller(p.info["cmdline"])]
     samples = []
     cpu_before, began = sum(process.cpu_times()[:2]), time.monotonic()
+    num_before = sum(stub.sequence for stub in stubs)
     while time.monotonic() - began < seconds:
         await asyncio.sleep(min(10.0, seconds / 6))
         samples.append(
             {"s": round(time.monotonic() - began, 1), "rss_mib": round(process.memory_info().rss / 2**20, 1)}
         )
-    share = (sum(process.cpu_times()[:2]) - cpu_before) / (time.monotonic() - began)
+    took_s = time.monotonic() - began
+    share = (sum(process.cpu_times()[:2]) - cpu_before) / took_s
+    reports_per_s = (sum(stub.sequence for stub in stubs) - num_before) / took_s
     pushes = []
     for draft_len in (3, 5, 7):
         began = time.monotonic()
@@ -161,9 +170,11 @@ async def measure(num_replicas: int, seconds: float) -> dict[str, Any]:
         task.cancel()
     return {
         "replicas": len(shown.replicas),
-        "report_interval_s": shown.interval_s,
+        "report_interval_s": interval_s or shown.interval_s,
+        "reports_per_s": round(reports_per_s, 1),
         "report_bytes": len(stubs[0].report()),
         "controller_share_of_a_core": round(share, 3),
+        "controller_ms_per_report": round(1e3 * share / reports_per_s, 3),
         "push_to_all_acknowledged_s": pushes,
         "memory": samples,
     }
@@ -180,12 +191,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--interval-s", type=float, help="between two reports of a replica; default: the controller's")
     arguments = parser.parse_args()
     root = Path(__file__).resolve().parent.parent
     os.environ["PYTHONPATH"] = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
-        result = asyncio.run(measure(arguments.replicas, arguments.seconds))
+        result = asyncio.run(measure(arguments.replicas, arguments.seconds, arguments.interval_s))
     finally:
         remove_controller(APP, DEPLOYMENT)
         ray.shutdown()

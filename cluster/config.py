@@ -22,12 +22,12 @@ from cluster.config_sections import (
     Section,
     SimulationSection,
 )
+from cluster.control.messages import SHADOW_TIME_SHARE
 from engine.config.decoding import DFlashDecodingConfig
 from engine.simulated.profile import SimulationOptions
 
 # Keys of `speculative_config` that a running application takes over; the class itself belongs to the engine.
 LIVE_SPECULATIVE_KEYS = frozenset({"draft_len_schedule"})
-SHADOW_TIME_SHARE = 0.01  # of device time, for a controller's counts at draft lengths that are not in force
 
 # What to tell who is about to serve tokens that mean nothing, by `ClusterConfig.fabrication`.
 FABRICATIONS = {

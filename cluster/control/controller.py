@@ -199,6 +199,7 @@ def find_or_make_controller(app: str, deployment: str, *, actor_class: type = Sp
             resources={"node:__internal_head__": 0.001},
             scheduling_strategy="DEFAULT",
             max_concurrency=_MAX_CONCURRENCY,
+            enable_task_events=False,  # hundreds of calls a second, which nobody looks up
         )
         .remote(app, deployment)
     )

@@ -1,5 +1,6 @@
 """Merging replicas' counters: differences of cumulative counts, and a log of them that forgets with traffic."""
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ from cluster.control.messages import CellCounts
 
 HALF_LIFE_S = 5.0  # of traffic
 _KEPT_S = 6 * HALF_LIFE_S  # older differences weigh under 2 %
+_ROW_S = 0.5  # reports of a group of replicas within this share a row
 
 
 class ReplicaCounts:
@@ -62,7 +64,7 @@ def _difference(new: CellCounts, old: CellCounts) -> CellCounts:
 def _subtract(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
     if len(new) < len(old):
         raise ValueError(f"cells: a later report has fewer positions: {len(new)} after {len(old)}")
-    return tuple(count - (old[index] if index < len(old) else 0) for index, count in enumerate(new))
+    return (*map(operator.sub, new, old), *new[len(old) :])
 
 
 class TrafficClock:
@@ -80,10 +82,22 @@ class TrafficClock:
         return self.seconds
 
 
-class DifferenceLog:
-    """Recent differences of all replicas, one row per report with traffic, in order of arrival.
+def summed(cells: Sequence[CellCounts], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts at risk and accepted by position, [2, W], and rows counted at K, [W + 1], of some cells."""
+    counts, origins = np.zeros((2, width)), np.zeros(width + 1)
+    for cell in cells:
+        if cell.at_risk:
+            counts[0, : len(cell.at_risk)] += cell.at_risk
+            counts[1, : len(cell.accepted)] += cell.accepted
+            origins[cell.draft_len] += cell.at_risk[0]
+    return counts, origins
 
-    Arrays (P rows, W positions): `times_P` on the traffic clock, `at_risk_PW`, `accepted_PW`.
+
+class DifferenceLog:
+    """Recent differences of all replicas in order of arrival. A row holds those of a group of replicas within half a
+    second, so that the log of a large cluster is no longer than that of a few replicas.
+
+    Arrays (P rows, W positions): `times_P` on the traffic clock, `at_risk_PW`, `accepted_PW`, `ended_P`: requests.
     """
 
     def __init__(self, *, width: int) -> None:
@@ -91,6 +105,8 @@ class DifferenceLog:
         self._size = 0
         self._first = 0
         self._times = np.zeros(64)
+        self._ended = np.zeros(64)
+        self._open: dict[int, int] = {}  # group -> its row of the half second that is on
         self._counts = np.zeros((64, 2, width))
 
     @property
@@ -105,18 +121,22 @@ class DifferenceLog:
     def accepted_PW(self) -> np.ndarray:
         return self._counts[self._first : self._size, 1]
 
-    def add(self, *, time: float, cells: Sequence[CellCounts]) -> None:
-        """One report's differences at `time` on the traffic clock, which never runs backwards."""
-        if self._size == len(self._times):
-            self._make_room()
-        row = self._counts[self._size]
-        row[:] = 0.0
-        for cell in cells:
-            row[0, : len(cell.at_risk)] += cell.at_risk
-            row[1, : len(cell.accepted)] += cell.accepted
-        self._times[self._size] = time
-        self._size += 1
-        self.forget_before(time - _KEPT_S)
+    @property
+    def ended_P(self) -> np.ndarray:
+        return self._ended[self._first : self._size]
+
+    def add(self, *, time: float, counts: np.ndarray, group: int = 0, num_ended: int = 0) -> None:
+        """One report's differences, [2, W], at `time` on the traffic clock, which never runs backwards."""
+        index = self._open.get(group, -1)
+        if index < self._first or int(self._times[index] / _ROW_S) != int(time / _ROW_S):
+            if self._size == len(self._times):
+                self._make_room()
+            index = self._open[group] = self._size
+            self._counts[index], self._times[index], self._ended[index] = 0.0, time, 0
+            self._size += 1
+            self.forget_before(time - _KEPT_S)
+        self._counts[index] += counts
+        self._ended[index] += num_ended
 
     def forget_before(self, time: float) -> None:
         """Drops rows older than `time`."""
@@ -136,9 +156,10 @@ class DifferenceLog:
         """Moves the rows to the front, of larger arrays when over half of them are in use."""
         used = self._size - self._first
         capacity = len(self._times) * (2 if used > len(self._times) // 2 else 1)
-        for name in ("_times", "_counts"):
+        for name in ("_times", "_counts", "_ended"):
             old = getattr(self, name)
             new = np.zeros((capacity, *old.shape[1:]), dtype=old.dtype)
             new[:used] = old[self._first : self._size]
             setattr(self, name, new)
         self._first, self._size = 0, used
+        self._open.clear()

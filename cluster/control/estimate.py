@@ -8,12 +8,12 @@ schedule of its own, decided from its own counts with the cluster's as the prior
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from cluster.control import policy
-from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
+from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock, summed
 from cluster.control.hazards import Belief, changed_since
 from cluster.control.members import Line, LineKey, Push, Replica, check_registration, line_key, plain, schedule_entries
 from cluster.control.memory import Memory
@@ -34,6 +34,7 @@ _MISSED_REPORTS = 10  # after which a replica is forgotten
 _CHANGE_DEVIATIONS = 4.5
 _SETTLING_INTERVALS = 2.5  # of reports, after a change of traffic: those in between still tell of both kinds
 _IDLE_S = 10.0  # since a batch size was last run
+_GROUPS = 4  # of replicas, whose reports are told apart in the log
 _LINE_KEPT_S = 600.0  # without a replica: one that returns goes on with its schedule and step times
 
 
@@ -55,6 +56,7 @@ class ControlState:
         self._num_versions = 0
         self._newest_incarnation = 0
         self._settled_at = started_at
+        self._same_since = -math.inf  # the traffic, as far as known
         self._clock = TrafficClock()
         self._log: DifferenceLog | None = None
         self._memory = Memory(width=1)
@@ -67,8 +69,8 @@ class ControlState:
     @property
     def live_lines(self) -> dict[LineKey, Line]:
         """The lines that have replicas; those that a rollout has left wait, and nobody should hear of them."""
-        keys = {line_key(replica.registration) for replica in self.replicas.values()}
-        return {key: line for key, line in self.lines.items() if key in keys}
+        followed = {id(replica.line) for replica in self.replicas.values()}
+        return {key: line for key, line in self.lines.items() if id(line) in followed}
 
     @property
     def held(self) -> Order | None:
@@ -93,16 +95,19 @@ class ControlState:
             self._newest_incarnation, self.options = registration.incarnation, registration.options
         line = self._join_line(registration)
         if known is not None and registration.incarnation == known.counts.incarnation:
-            known.registration, known.seen_at, known.version = registration, now, registration.version
+            known.registration, known.line = registration, line
+            known.seen_at, known.version = now, registration.version
             known.target = (0, 0)  # it may have fallen back to its own schedule meanwhile
         else:
             line.times.measured(registration.step_times)
             known = self.replicas[registration.replica_id] = Replica(
                 registration=registration,
+                line=line,
                 counts=ReplicaCounts(
                     incarnation=registration.incarnation, sequence=registration.sequence, cells=registration.cells
                 ),
                 traffic=OwnTraffic(width=registration.draft_lens[-1]),
+                group=len(self.replicas) % _GROUPS,
                 seen_at=now,
                 version=registration.version,
             )
@@ -110,7 +115,7 @@ class ControlState:
         if self._first_at is None:
             self._first_at = now
         self._settle_epoch(now)
-        self._set_targets()
+        self._set_targets([known])
         return self._reply(known)
 
     def report(self, report: Report, *, now: float) -> Reply:
@@ -126,6 +131,7 @@ class ControlState:
             return Reply(interval_s=self.interval_s)
         self._see_version(report.version)
         is_new = report.sequence > replica.counts.sequence
+        num_ended = report.num_ended - replica.latest.num_ended if is_new and replica.latest is not None else 0
         cells = replica.counts.absorb(incarnation=report.incarnation, sequence=report.sequence, cells=report.cells)
         replica.seen_at = max(replica.seen_at, now)
         replica.version = max(replica.version, report.version)
@@ -134,11 +140,11 @@ class ControlState:
         if any(cell.rows for cell in cells):
             traffic_s = self._clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
             assert self._log is not None, "a replica is registered"
-            self._log.add(time=traffic_s, cells=cells)
-            counts = (self._log.at_risk_PW[-1], self._log.accepted_PW[-1])
-            self._memory.add(traffic_s, *counts)
+            counts, origins = summed(cells, self._log.width)
+            self._log.add(time=traffic_s, counts=counts, group=replica.group, num_ended=num_ended)
+            self._memory.add(traffic_s, *counts, origins=origins, num_ended=num_ended)
             replica.traffic.add(traffic_s, *counts)
-            line = self.line_of(replica)
+            line = replica.line
             line.times.served(cells, now=traffic_s)
             line.served_at |= {cell.batch_bucket: now for cell in cells if cell.rows}
         self._settle_epoch(now)
@@ -187,40 +193,54 @@ class ControlState:
                 line.schedule = self._take(line.schedule, line.verdicts, now)
             for replica in self.replicas.values():
                 self._correct(replica, now)
-        self._set_targets()
+        self._set_targets(self.replicas.values())
         return [
             Push(replica_id=replica_id, version=replica.target, schedule=replica.target_schedule)
             for replica_id, replica in self.replicas.items()
             if replica.version < replica.target
         ]
 
-    def _wanted(self, replica: Replica) -> dict[int, int]:
-        """The schedule a replica should have: the pinned one, its own, or its line's."""
+    def _wanted(self, replica: Replica, plains: dict[int, dict[int, int]]) -> dict[int, int]:
+        """The schedule a replica should have: the pinned one, its own, or its line's. plains: those known in plain."""
         if self.held is not None and self.held.mode == "pin":
             limit = replica.registration.draft_lens[-1]  # `give` checked it for the replicas of its time
             return {bound: min(draft_len, limit) for bound, draft_len in sorted(self.held.schedule.items())}
-        line = self.line_of(replica)
-        return plain(line.schedule if replica.own is None else replica.own)
+        schedule = replica.line.schedule if replica.own is None else replica.own
+        if id(schedule) not in plains:
+            plains[id(schedule)] = plain(schedule)
+        return plains[id(schedule)]
 
     def _learn(self, now: float) -> None:
         log = self._log
         if log is None or not len(log.times_P):
             return
         weights = log.weights(self._clock.seconds)
-        changed_at = changed_since(log.times_P, log.at_risk_PW, log.accepted_PW, weights, deviations=_CHANGE_DEVIATIONS)
+        num_running = sum(
+            replica.latest.num_running for replica in self.replicas.values() if replica.latest is not None
+        )
+        changed_at = changed_since(
+            log.times_P,
+            log.at_risk_PW,
+            log.accepted_PW,
+            weights,
+            deviations=_CHANGE_DEVIATIONS,
+            ended_P=log.ended_P,
+            num_running=num_running,
+        )
         if changed_at is not None:
             log.forget_before(changed_at)
             if now >= self._settled_at:
                 self._settled_at = now + _SETTLING_INTERVALS * self.interval_s
+                self._same_since = now
             weights = log.weights(self._clock.seconds)
             self._memory.changed(changed_at)
             for replica in self.replicas.values():
                 replica.traffic.changed()
-        self.belief = self._memory.believe(self._clock.seconds)
+        self.belief = self._memory.believe(self._clock.seconds, num_running=num_running)
 
     def _correct(self, replica: Replica, now: float) -> None:
         """Lets a replica whose traffic is its own have a line of its own, and takes that back."""
-        line = self.line_of(replica)
+        line = replica.line
         assert self.belief is not None
         belief = replica.traffic.believe(self._clock.seconds, self.belief)
         if not (self.options.corrects_replicas and replica.traffic.is_own):
@@ -243,11 +263,12 @@ class ControlState:
                 for bound in schedule
                 if now - line.served_at.get(batch_bucket(bound, line.max_num_seqs), -math.inf) > _IDLE_S
             ],
+            same_since=self._same_since,
         )
 
     def _take(self, schedule: Schedule, verdicts: Mapping[int, Verdict], now: float) -> Schedule:
         self.num_changes += sum(verdict.changes for verdict in verdicts.values())
-        return policy.apply(schedule, verdicts, now=now)
+        return policy.apply(schedule, verdicts, now=now, same_since=self._same_since)
 
     # ---------------------------------------------------------------------------------------------------- versions
 
@@ -261,8 +282,8 @@ class ControlState:
 
         The newest may be one replica's own, or the configured one that it fell back to.
         """
-        for key, line in self.lines.items():
-            members = [r.registration for r in self.replicas.values() if line_key(r.registration) == key]
+        for line in self.lines.values():
+            members = [replica.registration for replica in self.replicas.values() if replica.line is line]
             versions: dict[tuple[tuple[int, int], ...], list[Version]] = {}
             for member in members:
                 if member.version[0] > 0:
@@ -287,18 +308,23 @@ class ControlState:
             return
         self.order = order
 
-    def _set_targets(self) -> None:
-        """Gives a version to every schedule that a replica should have from now on; equal schedules share one."""
+    def _set_targets(self, replicas: Collection[Replica]) -> None:
+        """Gives a version to every schedule that these should have from now on; equal schedules share one."""
         if self.epoch is None:
+            return
+        plains: dict[int, dict[int, int]] = {}  # of schedules that many share
+        lagging = [
+            (replica, wanted)
+            for replica in replicas
+            if (wanted := self._wanted(replica, plains)) != replica.target_schedule or replica.target == (0, 0)
+        ]
+        if not lagging:
             return
         newest: dict[tuple[tuple[int, int], ...], Version] = {}
         for replica in self.replicas.values():
             key = tuple(replica.target_schedule.items())
             newest[key] = max(newest.get(key, (0, 0)), replica.target)
-        for replica in self.replicas.values():
-            wanted = self._wanted(replica)
-            if replica.target > (0, 0) and replica.target_schedule == wanted:
-                continue
+        for replica, wanted in lagging:
             key = tuple(wanted.items())
             version = newest.get(key, (0, 0))
             if version <= max(replica.version, replica.target):
@@ -318,10 +344,6 @@ class ControlState:
         )
 
     # ---------------------------------------------------------------------------------------------------- membership
-
-    def line_of(self, replica: Replica) -> Line:
-        """The line a replica belongs to, followed or not."""
-        return self.lines[line_key(replica.registration)]
 
     def _join_line(self, registration: Registration) -> Line:
         width = registration.draft_lens[-1]

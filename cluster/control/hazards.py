@@ -5,6 +5,15 @@
     E(K) = 1 + S_1 + .. + S_K           expected tokens of a step and row that verifies K drafts
 
 accepted_j over steps would be censored wherever K varies. Shapes: P reports, W positions.
+
+Requests differ, and one that accepts much takes few steps at a large K: with n tokens to emit it is seen in n / E(K)
+of them. So what a schedule gives is tokens over steps, the harmonic mean of the requests' E(K), while counts made at
+some K weigh each request by its steps at that K. To second order in c(K), the relative deviation of E(K) between
+requests,
+
+    harmonic mean of E(K)  =  E(K) as counted at K'  x  (1 - c(K) (c(K) - c(K')))
+
+K' = 0 counts the easy ones most: a schedule chosen from it without this would draft too far.
 """
 
 from dataclasses import dataclass
@@ -14,8 +23,13 @@ import numpy as np
 
 _PSEUDO_ROWS = 4.0  # weight of the guess for a position that was hardly observed: the hazard before it
 _FIRST_GUESS = 0.5
+_LEAST_HAZARD = 1e-12
 _NUM_SPLITS, _SPLIT_S = 24, 0.5
 _SAME_REQUESTS_S = 4.0  # within which reports are not independent
+_REQUESTS_DIFFER = 0.5  # deviation between requests of their hazards' log-odds, before it is known
+_TOKENS_DIFFER = 0.8  # deviation between requests of E(W) - 1, over its mean
+_DIFFER_BLOCKS = 20.0  # weight of that guess, in blocks of counts
+_DIFFER_AT_MOST = 1.5
 LOWER_90 = 1.2816  # standard deviations: one-sided
 
 
@@ -27,16 +41,11 @@ def expected_tokens(hazards_W: np.ndarray) -> np.ndarray:
 
 
 def token_gradients(hazards_W: np.ndarray) -> np.ndarray:
-    """dE(K)/dh_j for K = 0 .. W and j = 1 .. W; [..., W + 1, W]."""
-    width = hazards_W.shape[-1]
-    gradients = np.zeros((*hazards_W.shape[:-1], width + 1, width))
-    for index in range(width):
-        others = hazards_W.copy()
-        others[..., index] = 1.0
-        products = np.cumprod(others, axis=-1)
-        products[..., :index] = 0.0
-        gradients[..., 1:, index] = np.cumsum(products, axis=-1)
-    return gradients
+    """dE(K)/dh_j for K = 0 .. W and j = 1 .. W; [..., W + 1, W]: the S_i with j <= i <= K, without the factor h_j."""
+    hazards_W = np.maximum(hazards_W, _LEAST_HAZARD)  # so that the factor can be taken out by division
+    survival = np.cumprod(hazards_W, axis=-1)
+    terms = survival[..., :, None] / hazards_W[..., None, :]
+    return np.concatenate([np.zeros_like(terms[..., :1, :]), np.cumsum(np.tril(terms), axis=-2)], axis=-2)
 
 
 def smoothed_hazards(at_risk_W: np.ndarray, accepted_W: np.ndarray) -> np.ndarray:
@@ -55,13 +64,22 @@ class Belief:
 
     hazards: np.ndarray
     covariance: np.ndarray
-    tokens: np.ndarray  # E(K), [W + 1]
-    gradients: np.ndarray  # [W + 1, W]
+    tokens: np.ndarray  # of a step and row where all steps verify K drafts, [W + 1]
+    gradients: np.ndarray  # of E(K), [W + 1, W]
+    differ: float  # standard deviation of the hazards' log-odds between requests
+    origins: np.ndarray  # rows counted at K, [W + 1]
 
     @classmethod
-    def of(cls, hazards: np.ndarray, covariance: np.ndarray) -> Self:
-        """A belief from its hazards."""
-        return cls(hazards, covariance, expected_tokens(hazards), token_gradients(hazards))
+    def of(
+        cls, hazards: np.ndarray, covariance: np.ndarray, *, differ: float = 0.0, origins: np.ndarray | None = None
+    ) -> Self:
+        """A belief from its hazards, which were counted at `origins`."""
+        tokens, gradients = expected_tokens(hazards), token_gradients(hazards)
+        if origins is None or not origins.any():
+            origins = np.ones(len(tokens))
+        relative = differ * (gradients @ (hazards * (1.0 - hazards))) / tokens  # c(K)
+        tokens = tokens * np.exp(-relative * (relative - relative @ origins / origins.sum()))
+        return cls(hazards, covariance, tokens, gradients, differ, origins)
 
     @classmethod
     def from_reports(
@@ -71,12 +89,16 @@ class Belief:
         weights_P: np.ndarray,
         *,
         blocks_P: np.ndarray | None = None,
+        num_requests: float = np.inf,
+        origins: np.ndarray | None = None,
     ) -> Self:
         """The cluster's belief.
 
         The covariance comes from how much reports differ beyond what chance within them explains (requests are not
         alike, and a report sees few of them), and is never below what chance alone gives. blocks_P: monotonic numbers
-        of blocks, of which the reports are not independent; default: every report is a block.
+        of blocks, of which the reports are not independent; default: every report is a block. num_requests: so many
+        requests were counted; a few of them are no picture of the traffic, however many their rows and reports.
+        origins: rows counted at K, [W + 1].
         """
         rows, accepted = weights_P @ at_risk_PW, weights_P @ accepted_PW
         hazards = smoothed_hazards(rows, accepted)
@@ -91,7 +113,14 @@ class Belief:
         effective = np.divide(rows * rows, squared, out=np.zeros_like(rows), where=squared > 0) + _PSEUDO_ROWS
         chance = hazards * (1.0 - hazards) / effective
         covariance = between + np.diag(np.maximum(chance - np.diag(between), 0.0))
-        return cls.of(hazards, covariance)
+        differ = 0.0
+        if num_requests < np.inf:
+            slope = hazards * (1.0 - hazards)  # of the hazards by their log-odds, all together
+            covariance += _REQUESTS_DIFFER**2 * np.outer(slope, slope) / num_requests
+            excess = (slope @ between @ slope - slope**2 @ chance) / max(slope @ slope, 1e-12) ** 2 * num_requests
+            squared_sum = _DIFFER_BLOCKS * _REQUESTS_DIFFER**2 + num_blocks * max(excess, 0.0)
+            differ = min((squared_sum / (_DIFFER_BLOCKS + num_blocks)) ** 0.5, _DIFFER_AT_MOST)
+        return cls.of(hazards, covariance, differ=differ, origins=origins)
 
     def log_ratio_deviation(self, draft_len: int, other: int) -> float:
         """Standard deviation of log(E(draft_len) / E(other))."""
@@ -100,12 +129,21 @@ class Belief:
 
 
 def changed_since(
-    times_P: np.ndarray, at_risk_PW: np.ndarray, accepted_PW: np.ndarray, weights_P: np.ndarray, *, deviations: float
+    times_P: np.ndarray,
+    at_risk_PW: np.ndarray,
+    accepted_PW: np.ndarray,
+    weights_P: np.ndarray,
+    *,
+    deviations: float,
+    ended_P: np.ndarray | None = None,
+    num_running: int = 0,
 ) -> float | None:
     """The time from which on the reports tell of other traffic than before; None if they do not.
 
     The reports are split in two at every half second of the last twelve. The split where E(W) before and after differs
     most, in standard deviations, counts if these are more than `deviations` and E differs by over 5 %.
+    ended_P, num_running: requests that ended with each report and that run now, where known: before and after are then
+    so many draws from all there are.
     """
     if len(times_P) < 2:
         return None
@@ -118,7 +156,14 @@ def changed_since(
         _longest_of_parts(at_risk_PW, accepted_PW, weights_P * part_SP) for part_SP in (is_before_SP, ~is_before_SP)
     )
     difference_S = np.abs(after_S - before_S)
-    deviations_S = difference_S / np.sqrt(spread_before_S + spread_after_S)
+    spread_S = spread_before_S + spread_after_S
+    if ended_P is not None and (num_running or ended_P.any()):
+        weighted_P = weights_P * ended_P
+        after_ended_S = (weighted_P * ~is_before_SP).sum(axis=1)
+        per_request_S = 1.0 / np.maximum(weighted_P.sum() - after_ended_S + num_running, 1.0)
+        per_request_S += 1.0 / np.maximum(after_ended_S + num_running, 1.0)
+        spread_S = np.maximum(spread_S, (_TOKENS_DIFFER * (before_S - 1.0)) ** 2 * per_request_S)
+    deviations_S = difference_S / np.sqrt(spread_S)
     deviations_S[difference_S <= 0.05 * before_S] = 0.0
     best = int(deviations_S.argmax())
     if deviations_S[best] <= deviations:

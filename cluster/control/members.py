@@ -27,11 +27,13 @@ class Push:
 
 @dataclass(kw_only=True, slots=True)
 class Replica:
-    """One registered replica. own: its own line, None while it shares one."""
+    """One registered replica. own: its own line, None while it shares one. group: its reports share rows of the log."""
 
     registration: Registration
+    line: "Line"
     counts: ReplicaCounts
     traffic: OwnTraffic
+    group: int
     seen_at: float
     version: Version  # in force there, as far as known
     target: Version = (0, 0)

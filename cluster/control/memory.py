@@ -32,6 +32,8 @@ class Memory:
         self.width = width
         self._times: deque[int] = deque(maxlen=_KEPT_S)
         self._counts: deque[np.ndarray] = deque(maxlen=_KEPT_S)
+        self._origins: deque[np.ndarray] = deque(maxlen=_KEPT_S)  # rows counted at K, [W + 1]
+        self._ended: deque[int] = deque(maxlen=_KEPT_S)
         self._num_judged = 0  # seconds on record, of all there have been
         self._num_seconds = 0
         self._changed_at = -np.inf
@@ -44,17 +46,34 @@ class Memory:
         if width > self.width:
             more = ((0, 0), (0, width - self.width))
             self._counts = deque((np.pad(counts, more) for counts in self._counts), maxlen=_KEPT_S)
+            self._origins = deque((np.pad(rows, more[1]) for rows in self._origins), maxlen=_KEPT_S)
             self.width = width
 
-    def add(self, time: float, at_risk_W: np.ndarray, accepted_W: np.ndarray) -> None:
-        """Counts that arrived at `time`, which never runs backwards."""
+    def add(
+        self,
+        time: float,
+        at_risk_W: np.ndarray,
+        accepted_W: np.ndarray,
+        *,
+        origins: np.ndarray | None = None,
+        num_ended: int = 0,
+    ) -> None:
+        """Counts that arrived at `time`, which never runs backwards.
+
+        origins: rows counted at K. num_ended: requests that ended.
+        """
         second = int(time)
         if not self._times or self._times[-1] != second:
             self._times.append(second)
             self._counts.append(np.zeros((2, self.width)))
+            self._origins.append(np.zeros(self.width + 1))
+            self._ended.append(0)
             self._num_seconds += 1
         self._counts[-1][0] += at_risk_W
         self._counts[-1][1] += accepted_W
+        self._ended[-1] += num_ended
+        if origins is not None:
+            self._origins[-1] += origins
 
     def changed(self, time: float) -> None:
         """The traffic was found to be another one since `time`."""
@@ -68,8 +87,8 @@ class Memory:
             self._changes[0] if len(self._changes) > 1 else -np.inf
         )
 
-    def believe(self, now: float) -> Belief:
-        """The belief of the memory in use. There must be counts."""
+    def believe(self, now: float, *, num_running: int = 0) -> Belief:
+        """The belief of the memory in use. There must be counts. num_running: requests now; 0: not known."""
         times_P, counts_P2W = np.array(self._times, dtype=np.float64), np.array(self._counts)
         self._judge_seconds(now)
         ages_P = now - times_P
@@ -88,7 +107,15 @@ class Memory:
         used = weights_P > 0
         span = times_P[-1] - times_P[used][0] + 1.0
         blocks_P = (ages_P[used] // min(max(span / 8.0, 1.0), _BLOCK_S)).astype(np.int64)
-        return Belief.from_reports(counts_P2W[used, 0], counts_P2W[used, 1], weights_P[used], blocks_P=blocks_P)
+        num_requests = float(weights_P @ np.array(self._ended)) + num_running
+        return Belief.from_reports(
+            counts_P2W[used, 0],
+            counts_P2W[used, 1],
+            weights_P[used],
+            blocks_P=blocks_P,
+            num_requests=max(num_requests, 1.0) if num_running or any(self._ended) else np.inf,
+            origins=weights_P @ np.array(self._origins),
+        )
 
     def _judge_seconds(self, now: float) -> None:
         """Puts the seconds that are over on record."""

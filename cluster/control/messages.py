@@ -14,6 +14,7 @@ from engine.speculative.counters import CounterSnapshot, StepTime
 from engine.speculative.schedule import Version
 
 PROTOCOL_VERSION = 1
+SHADOW_TIME_SHARE = 0.001  # of device time, for counts at draft lengths that are not in force
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of a registered replica and the version of the schedule in force there.
 
-    draft_len, num_running: K of its last step and requests in its batch, for operators.
+    cells: at least those that differ from the replica's last answered report; after a registration, all.
+    draft_len: K of its last step, for operators. num_running, num_ended: requests in its batch, and those that have
+        ended since its engine's start; 0 and 0: not known.
     """
 
     replica_id: str
@@ -93,6 +96,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[CellCounts, ...]
     draft_len: int = 0
     num_running: int = 0
+    num_ended: int = 0
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

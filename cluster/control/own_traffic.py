@@ -46,6 +46,8 @@ class OwnTraffic:
 
     def believe(self, now: float, cluster: Belief) -> Belief:
         """The replica's own belief, or the cluster's."""
+        if not (self._is_new or self.is_own):
+            return cluster  # only new counts can prove anything
         self._widen(len(cluster.hazards))
         rows_MW, accepted_MW = self._sums_M2W[:, 0], self._sums_M2W[:, 1]
         hazards_MW = (accepted_MW + _PRIOR_ROWS * cluster.hazards) / (rows_MW + _PRIOR_ROWS)
@@ -58,7 +60,8 @@ class OwnTraffic:
             return cluster
         hazards_W, rows_W, squares_W = hazards_MW[best - 1], rows_MW[best - 1], self._squares_MW[best - 1]
         effective_W = np.divide(rows_W**2, squares_W, out=np.zeros_like(rows_W), where=squares_W > 0) + _PRIOR_ROWS
-        return Belief.of(hazards_W, np.diag(_REQUESTS_DIFFER * hazards_W * (1 - hazards_W) / effective_W))
+        covariance = np.diag(_REQUESTS_DIFFER * hazards_W * (1 - hazards_W) / effective_W)
+        return Belief.of(hazards_W, covariance, differ=cluster.differ, origins=cluster.origins)
 
     def _widen(self, width: int) -> None:
         """Makes room for more positions."""

@@ -2,6 +2,9 @@
 
 Tokens per second at a batch size of R rows are R x E(K) / T(R, K). K changes only for a gain above the margin, which is
 positive at the lower 90 % bound too, and not before the dwell time since the last change is over.
+
+The margin doubles with every change of a batch size, and comes back with a half-life: what is found better now and
+worse again under the same traffic differs by less than can be told, and trying on costs more than it gains.
 """
 
 import dataclasses
@@ -10,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.control.hazards import LOWER_90, Belief
+
+_CALM_HALF_LIFE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +27,16 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """K of one batch-size bound, since when, and why."""
+    """K of one batch-size bound, since when, and why. moves: its changes up to then, old ones counting for less."""
 
     draft_len: int
     since: float = -math.inf
     reason: str = "the configured schedule"
+    moves: float = 0.0
+
+    def moves_at(self, now: float, *, same_since: float) -> float:
+        """The moves as they count at `now`, none if the traffic is another one since."""
+        return 0.0 if self.since < same_since else self.moves * 2.0 ** ((self.since - now) / _CALM_HALF_LIFE_S)
 
 
 Schedule = dict[int, Setting]  # batch size (inclusive upper bound) -> setting
@@ -58,14 +68,22 @@ def decide(
     now: float,
     rules: Rules,
     idle: Collection[int] = (),
+    same_since: float = -math.inf,
 ) -> dict[int, Verdict]:
     """A verdict for every bound of the schedule.
 
-    idle: bounds that nobody runs. A small gain is none there, so it waits for another change to ride along with.
+    same_since: when the traffic last changed. idle: bounds that nobody runs. A small gain is none there, so it waits
+    for another change to ride along with.
     """
     verdicts = {
         bound: _decide_one(
-            bound, setting, draft_lens=draft_lens, belief=belief, step_seconds=step_seconds, now=now, rules=rules
+            bound,
+            setting,
+            draft_lens=draft_lens,
+            belief=belief,
+            step_seconds=step_seconds,
+            now=now,
+            rules=dataclasses.replace(rules, margin=rules.margin * 2 ** setting.moves_at(now, same_since=same_since)),
         )
         for bound, setting in schedule.items()
     }
@@ -82,10 +100,17 @@ def _wait(verdict: Verdict, draft_len: int, rules: Rules) -> Verdict:
     return dataclasses.replace(verdict, draft_len=draft_len, changes=False, reason=reason)
 
 
-def apply(schedule: Mapping[int, Setting], verdicts: Mapping[int, Verdict], *, now: float) -> Schedule:
-    """The schedule with the verdicts' changes."""
+def apply(
+    schedule: Mapping[int, Setting], verdicts: Mapping[int, Verdict], *, now: float, same_since: float = -math.inf
+) -> Schedule:
+    """The schedule with the verdicts' changes. same_since: when the traffic last changed."""
     return {
-        bound: Setting(draft_len=verdict.draft_len, since=now, reason=verdict.reason)
+        bound: Setting(
+            draft_len=verdict.draft_len,
+            since=now,
+            reason=verdict.reason,
+            moves=setting.moves_at(now, same_since=same_since) + 1.0,
+        )
         if (verdict := verdicts[bound]).changes
         else setting
         for bound, setting in schedule.items()
@@ -125,7 +150,7 @@ def _decide_one(
             f"{seconds[current] * 1e3:.2f} -> {seconds[best] * 1e3:.2f} ms a step)"
         )
         if gain <= rules.margin:
-            why_not = f"not above the margin of {rules.margin:.0%}"
+            why_not = f"not above the margin of {100 * rules.margin:.3g}%"
         elif lower <= 0:
             why_not = "not certain enough"
         elif now - setting.since < rules.dwell_s:

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 
 from cluster.control.messages import (
     PROTOCOL_VERSION,
+    CellCounts,
     ControlOptions,
     Order,
     Registration,
@@ -91,6 +92,7 @@ class Reporter:
         self._sequence = 0
         self._controller: Any = None
         self._is_registered = False
+        self._known: dict[tuple[int, int], CellCounts] = {}  # cells of reports that were answered
         self._order: Order | None = None
         self._heard_at = time.monotonic()
         self._fallback: tuple[Version, dict[int, int]] | None = None  # what was put in force without a controller
@@ -151,9 +153,11 @@ class Reporter:
                 self._controller = await self._connect()
             if self._is_registered:
                 self._sequence += 1
-                report = self._encoder.encode(self._report(stats, counters))
-                answer = await self._controller.report.remote(report)
+                report = self._report(stats, counters)
+                answer = await self._controller.report.remote(self._encoder.encode(report))
+                self._known |= {(cell.batch_bucket, cell.draft_len): cell for cell in report.cells}
             else:
+                self._known = {}
                 registration = self._encoder.encode(self._registration(stats, counters))
                 answer = await self._controller.register.remote(PROTOCOL_VERSION, registration, self._rank0)
         return self._reply.decode(answer)
@@ -212,13 +216,15 @@ class Reporter:
         )
 
     def _report(self, stats: EngineStats, counters: CounterSnapshot) -> Report:
+        cells = cell_counts(counters)
         return Report(
             replica_id=self._facts.replica_id,
             incarnation=self._incarnation,
             sequence=self._sequence,
             version=stats.schedule_version,
             gate_disabled=stats.speculation_disabled,
-            cells=cell_counts(counters),
+            cells=tuple(cell for cell in cells if cell != self._known.get((cell.batch_bucket, cell.draft_len))),
             draft_len=stats.draft_len,
             num_running=stats.num_running,
+            num_ended=sum(counters.finished.values()),
         )

@@ -70,7 +70,7 @@ def status_of(state: ControlState, *, app: str, deployment: str, now: float) -> 
             LineStatus(
                 accelerator=key[0],
                 bounds=_bounds(line.schedule, line.verdicts, now),
-                num_replicas=sum(state.line_of(replica) is line for replica in state.replicas.values()),
+                num_replicas=sum(replica.line is line for replica in state.replicas.values()),
             )
             for key, line in state.live_lines.items()
         ),

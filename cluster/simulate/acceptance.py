@@ -97,7 +97,3 @@ def places(rng: np.random.Generator, num_requests: int, longest: int) -> np.ndar
     if longest >= NUM_PLACES:
         raise ValueError(f"output.at_most: at most {NUM_PLACES - 1} tokens can be simulated, got {longest}")
     return rng.integers(NUM_PLACES - longest, size=num_requests).astype(np.int32)
-
-
-NUMNUM_PLACES = NUM_PLACES
-DRAWS = DRAWS

@@ -130,6 +130,8 @@ class ControlLink:
                 version=replica.version,
                 gate_disabled=False,
                 cells=cells,
+                num_running=int(lanes.num_rows_L[replica.lane]),
+                num_ended=int(self._fleet.tallies.finished_L[replica.lane]),
             )
         if replica.rng.random() < self._network.lost:
             return

@@ -9,12 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
+from cluster.control.messages import SHADOW_TIME_SHARE
 from cluster.simulate.acceptance import DRAWS
 from cluster.simulate.intake import Intake, Started
 from cluster.simulate.lanes import NOISE_STEPS, Lanes, Run, World
 from cluster.simulate.tallies import ALL_RIGHT, CODES, Tallies
+from engine.speculative.shadow import MIN_GAP
 
-_SHADOW_EVERY = 256  # steps of which one scores all drafts
 _LOOK_EVERY = 4  # sweeps of which one is kept for hindsight
 
 
@@ -98,7 +99,11 @@ class Fleet:
             bucket = lanes.bucket_index_R[rows]
         budget = lanes.world.scenario.engine.max_num_batched_tokens - rows * (verify_len + 1)
         prompt_tokens, started = intake.prefill(sel, budget, soonest)
-        seconds, steady_s = self._seconds(sel, rows, bucket, draft, verify, prompt_tokens)
+        steady = (rows > 0) & (prompt_tokens == 0) & (draft == verify)
+        shadow_s = self._shadows(sel, rows, bucket, draft, steady)
+        seconds = self._seconds(sel, rows, bucket, draft, verify, prompt_tokens, shadow_s)
+        steady_s = seconds * (steady & (shadow_s == 0))
+        self._save(sel, rows, seconds)
         before = lanes.clock_L[sel]
         lanes.clock_L[sel] = before + seconds
         lanes.num_steps_L[sel] += 1
@@ -116,7 +121,7 @@ class Fleet:
         self._count(sel, rows, bucket, draft, verify, seconds, steady_s, tokens)
         if self.num_sweeps % _LOOK_EVERY == 0:
             self._count_right(sel, bucket, emitted, right)
-        self._count_codes(sel, bucket, verify, emitted, left, depth, right)
+        self._count_codes(sel, bucket, verify, emitted, left, depth, right, shadow_s > 0)
         ended = (left == 0) & (emitted > 0)
         if ended.any():
             at, slot = np.nonzero(ended)
@@ -140,6 +145,38 @@ class Fleet:
         seconds = seconds + (lanes.context_s_L[lane] * lanes.context_sum_L[lane])[:, None]
         return (tokens / seconds).argmax(axis=1)
 
+    def _shadows(
+        self, sel: np.ndarray, rows: np.ndarray, bucket: np.ndarray, draft: np.ndarray, steady: np.ndarray
+    ) -> np.ndarray:
+        """What scoring all drafts adds to the step, 0 where that is not due: the engine's `ShadowBudget`.
+
+        It costs a drafter's pass and a verified column: more than it does where something is drafted anyway.
+        """
+        lanes = self.lanes
+        extra_s = np.zeros(len(sel))
+        may = np.flatnonzero(steady & lanes.shadows_L[sel] & (draft < len(lanes.draft_lens_J) - 1))
+        if not len(may):
+            return extra_s
+        lane, rows = sel[may], rows[may]
+        lanes.shadow_gap_L[lane] += 1
+        steps = lanes.step_s_AIJ[lanes.machine_L[lane], bucket[may]]
+        cost = steps[:, 1] - steps[:, 0]
+        saved = np.minimum(lanes.shadow_saved_s_L[lane], lanes.shadow_saved_row_s_L[lane] / rows)
+        due = (lanes.shadow_gap_L[lane] >= MIN_GAP) & (saved >= cost)
+        if due.any():
+            may, lane, rows, cost = may[due], lane[due], rows[due], cost[due]
+            lanes.shadow_gap_L[lane] = 0
+            lanes.shadow_saved_s_L[lane] -= cost
+            lanes.shadow_saved_row_s_L[lane] -= cost * rows
+            extra_s[may] = cost
+        return extra_s
+
+    def _save(self, sel: np.ndarray, rows: np.ndarray, seconds: np.ndarray) -> None:
+        """Any step saves up for shadow steps."""
+        saved = SHADOW_TIME_SHARE * seconds
+        self.lanes.shadow_saved_s_L[sel] += saved
+        self.lanes.shadow_saved_row_s_L[sel] += saved * rows
+
     def _seconds(
         self,
         sel: np.ndarray,
@@ -148,23 +185,17 @@ class Fleet:
         draft: np.ndarray,
         verify: np.ndarray,
         prompt_tokens: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the step, and those of its steady part (0 where the step is not a steady one)."""
+        shadow_s: np.ndarray,
+    ) -> np.ndarray:
+        """Seconds of the step."""
         lanes = self.lanes
         machine = lanes.machine_L[sel]
         of_verify = lanes.step_s_AIJ[machine, bucket, verify]
         decode = (of_verify + lanes.step_s_AIJ[machine, bucket, draft]) / 2
-        decode = decode + lanes.context_s_L[sel] * lanes.context_sum_L[sel]
-        shadow = lanes.shadows_L[sel] & (lanes.num_steps_L[sel] % _SHADOW_EVERY == 0)
-        if shadow.any():
-            # a drafter's pass and a verified column: more than scoring costs where something is drafted anyway
-            steps = lanes.step_s_AIJ[machine, bucket]
-            decode = decode + shadow * (steps[:, 1] - steps[:, 0])
+        decode = decode + lanes.context_s_L[sel] * lanes.context_sum_L[sel] + shadow_s
         decode = np.where(rows > 0, decode, lanes.prefill_base_s_L[sel])
         noise = self._noise[(lanes.num_steps_L[sel] + lanes.noise_L[sel]) % NOISE_STEPS]
-        seconds = (decode + prompt_tokens * lanes.prefill_token_s_L[sel]) * noise
-        steady = (rows > 0) & (prompt_tokens == 0) & (draft == verify) & ~shadow
-        return seconds, seconds * steady
+        return (decode + prompt_tokens * lanes.prefill_token_s_L[sel]) * noise
 
     def _finish(self, lane: np.ndarray, slot: np.ndarray) -> None:
         """Takes rows that have emitted all their tokens out. Ascending by lane."""
@@ -235,6 +266,7 @@ class Fleet:
         left: np.ndarray,
         depth: np.ndarray,
         right: np.ndarray,
+        is_shadow: np.ndarray,
     ) -> None:
         """Outcomes of the rows of lanes whose counters somebody reads. A shadow step tells of every position."""
         lanes = self.lanes
@@ -243,7 +275,7 @@ class Fleet:
             return
         lane = sel[counted]
         emitted, left, depth, right = emitted[counted], left[counted], depth[counted], right[counted]
-        shadow = (lanes.num_steps_L[lane] - 1) % _SHADOW_EVERY == 0
+        shadow = is_shadow[counted]
         if shadow.any():
             widest = lanes.draft_lens_J[-1]
             depth = np.where(shadow[:, None], np.minimum(left + emitted, widest), depth)

@@ -126,6 +126,9 @@ class Lanes:
         self.clairvoyant_L = np.repeat([run.clairvoyant for run in runs], len(groups))
         self.shadows_L = np.repeat([run.shadows for run in runs], len(groups))
         self.num_steps_L = np.zeros(count, dtype=np.int64)
+        self.shadow_gap_L = np.zeros(count, dtype=np.int64)  # steps since one that scored all drafts
+        self.shadow_saved_s_L = np.zeros(count)  # see engine.speculative.shadow.ShadowBudget
+        self.shadow_saved_row_s_L = np.zeros(count)
         self.noise_L = np.array(
             [(run.seed * 7919 + replica * 104729) % NOISE_STEPS for run in runs for replica in range(len(groups))]
         )

@@ -1,7 +1,7 @@
 """How long a decode step takes at each (batch bucket, draft length), measured on the device before it serves.
 
-The steps are real ones, of requests made for it, planned by an `EngineCore` of its own over the same runner. Contexts
-are short, so the times are lower bounds; their proportions are what a controller needs.
+The steps are real ones, of requests made for it, planned by an `EngineCore` of its own over the same runner. By default
+contexts are short, so the times are lower bounds; their proportions are what a controller needs.
 """
 
 import logging
@@ -28,10 +28,12 @@ def measure_step_times(
     *,
     broadcast: Callable[[StepPlan], None] | None = None,
     budget_s: float,
+    context: int = 1,
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[StepTime, ...]:
     """Mean seconds of a decode-only step by (bucket, K), as far as `budget_s` goes, the telling pairs first.
 
+    context: tokens of each row's prompt. Pairs that do not fit into the cache or into one step are left out.
     The runner must be idle and is so afterwards; its cache holds nothing that a later request may reuse.
     """
     core = EngineCore(
@@ -46,7 +48,7 @@ def measure_step_times(
         if now() >= deadline:
             logger.info("Step times: %d of %d pairs measured in %g s", number, len(pairs), budget_s)
             break
-        seconds = _measure(core, config, rows, draft_len, version=number + 1)
+        seconds = _measure(core, config, rows, draft_len, version=number + 1, context=context)
         if seconds is not None:
             found.append(StepTime(batch_bucket=rows, draft_len=draft_len, seconds=seconds))
     return tuple(found)
@@ -69,31 +71,34 @@ def _telling_first(config: EngineConfig) -> Iterator[tuple[int, int]]:
             yield bucket, config.draft_len_choices[index]
 
 
-def _measure(core: EngineCore, config: EngineConfig, rows: int, draft_len: int, *, version: int) -> float | None:
+def _measure(
+    core: EngineCore, config: EngineConfig, rows: int, draft_len: int, *, version: int, context: int
+) -> float | None:
     """One pair; None when so many requests do not fit into the cache or into one step."""
     core.apply_schedule((1, version), {rows: draft_len})
-    num_warm = _WARM_STEPS + config.pipeline_depth  # their results are read so much later
-    num_steps = num_warm + _STEPS
-    max_tokens = min(2 + (draft_len + 1) * (num_steps + 1), config.max_model_len - 1)
+    num_reading = rows * context // max(config.max_num_batched_tokens - rows * (draft_len + 1), 1)  # steps with prompts
+    num_steps = 1 + num_reading + config.pipeline_depth + _WARM_STEPS + _STEPS
+    max_tokens = min(2 + (draft_len + 1) * (num_steps + 1), config.max_model_len - context)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     for number in range(rows):
         try:
-            core.add_request(EngineRequest(request_id=str(number), prompt_token_ids=(0,), params=params))
+            core.add_request(EngineRequest(request_id=str(number), prompt_token_ids=(0,) * context, params=params))
         except ValueError:  # longer than the cache
             return None
-    before = (0, 0.0)
-    for step in range(1 + num_steps):  # the prefill is the first
-        if core.has_work():
-            core.step()
-        if step == num_warm:
-            before = _decoded(core, rows, draft_len)
-    after = _decoded(core, rows, draft_len)
+    warm: tuple[int, float] | None = None
+    found = (0, 0.0)
+    while core.has_work() and found[0] < _WARM_STEPS + _STEPS:
+        core.step()
+        found = _decoded(core, rows, draft_len)
+        if warm is None and found[0] >= _WARM_STEPS:
+            warm = found
     for number in range(rows):
         core.abort(str(number))
     while core.has_work():
         core.step()
-    steps, seconds = after[0] - before[0], after[1] - before[1]
-    return seconds / steps if steps > 0 and seconds > 0 else None
+    if warm is None or found[0] == warm[0] or found[1] <= warm[1]:
+        return None
+    return (found[1] - warm[1]) / (found[0] - warm[0])
 
 
 def _decoded(core: EngineCore, rows: int, draft_len: int) -> tuple[int, float]:

@@ -16,15 +16,17 @@ from engine.sequence import Sequence, SequenceState
 from engine.speculative.counters import SpeculationCounters
 from engine.step import StepPlan, StepResult
 
-_MIN_GAP = 8  # steps from one that drafts for scoring to the next, however little it costs
+MIN_GAP = 8  # steps from one that drafts for scoring to the next, however little it costs
 _SMOOTHING = 0.1  # weight of a new duration in the running means
 
 Key = tuple[int, int]  # (rows of the program, K in force)
 
 
 class ShadowBudget:
-    """Which steps can be afforded: what they cost beyond an ordinary one is at most `time_share` of device time.
+    """Which steps can be afforded: what they cost beyond an ordinary one is at most `time_share` of device time, and of
+    the time that requests spend in steps.
 
+    The second account counts a second once for each row. It lets small batches pay, whose delay few requests share.
     Ordinary steps save up; one that drafts for scoring is due when its cost is there, which is known from the last ones
     of the same rows and K. Until there was one it counts as much as an ordinary step.
     """
@@ -32,6 +34,7 @@ class ShadowBudget:
     def __init__(self, time_share: float) -> None:
         self._time_share = time_share
         self._saved_s = 0.0
+        self._saved_row_s = 0.0
         self._gap = 0
         self._ordinary_s: dict[Key, float] = {}
         self._extra_s: dict[Key, float] = {}
@@ -41,15 +44,15 @@ class ShadowBudget:
         """Whether the next step, an ordinary one so far, is to draft for scoring. If so, its cost is set aside."""
         self._gap += 1
         cost_s = self._cost(key)
-        if cost_s is None or self._gap < _MIN_GAP or self._saved_s < cost_s:
+        if cost_s is None or self._gap < MIN_GAP or self._saved_s < cost_s or self._saved_row_s < cost_s * key[0]:
             return False
         self._gap = 0
-        self._saved_s -= cost_s
+        self._add(-cost_s, key[0])
         return True
 
-    def save(self, duration_s: float) -> None:
-        """Any step took so long."""
-        self._saved_s += self._time_share * duration_s
+    def save(self, num_rows: int, duration_s: float) -> None:
+        """Any step took so long; num_rows: those that decoded."""
+        self._add(self._time_share * duration_s, num_rows)
 
     def read_ordinary(self, key: Key, duration_s: float) -> None:
         """A step that could have drafted for scoring and did not."""
@@ -61,10 +64,14 @@ class ShadowBudget:
         ordinary_s, reserved_s = self._ordinary_s[key], self._cost(key)
         assert reserved_s is not None
         extra_s = max(duration_s - ordinary_s, 0.0)
-        self._saved_s += reserved_s - extra_s
+        self._add(reserved_s - extra_s, key[0])
         self.spent_s += extra_s
         known = self._extra_s.get(key, extra_s)
         self._extra_s[key] = known + 2 * _SMOOTHING * (extra_s - known)
+
+    def _add(self, seconds: float, num_rows: int) -> None:
+        self._saved_s += seconds
+        self._saved_row_s += seconds * num_rows
 
     def _cost(self, key: Key) -> float | None:
         return self._extra_s.get(key, self._ordinary_s.get(key))
@@ -99,7 +106,7 @@ class ShadowScoring:
 
     def read(self, plan: StepPlan, result: StepResult, sequences: Rows[Sequence]) -> None:
         """A step was read and its tokens were appended. sequences: those of the result's rows."""
-        self._budget.save(result.duration_s)
+        self._budget.save(len(plan.decode_slots), result.duration_s)
         if plan.report_drafts:
             self._budget.read_shadow(_key(plan), result.duration_s)
         elif self._may_score(plan):

@@ -1,8 +1,10 @@
 """A controlled application under Ray Serve: two simulated replicas, one controller, from first report to last actor."""
 
 import asyncio
+import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from cluster.app import DEPLOYMENT, build
 from cluster.cli.main import app as command
 from cluster.config import load_config
-from cluster.control.controller import NAMESPACE, find_controller
+from cluster.control.controller import NAMESPACE, controller_name, find_controller, remove_controller
 from cluster.control.status import ControllerStatus
 from tests.conftest import REPO_ROOT
 
@@ -118,6 +120,97 @@ def test_hard_traffic_shortens_the_drafts_and_operators_are_obeyed(url: str) -> 
     assert CliRunner().invoke(command, ["schedule", "reset-gate"]).stdout.startswith("gates reset in 2 replica(s)")
     assert CliRunner().invoke(command, ["schedule", "unpin"]).exit_code == 0
     until(lambda: is_settled() and all(r.schedule != {8: 5} for r in status().replicas), 15)
+
+
+class Crashing:
+    """In the controller's place: its constructor ends its process, and Ray starts it again and again."""
+
+    def __init__(self) -> None:
+        time.sleep(3.0)
+        os._exit(1)
+
+
+def put_in_the_controllers_place(actor_class: type) -> Any:
+    """Ends the controller and takes its name before a replica makes another one."""
+    options = {
+        "name": controller_name(APP, DEPLOYMENT),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
+    deadline = time.monotonic() + 30
+    while True:
+        assert time.monotonic() < deadline
+        remove_controller(APP, DEPLOYMENT)
+        try:
+            return ray.remote(actor_class).options(**options).remote()
+        except ValueError:  # a replica was faster
+            time.sleep(0.05)
+
+
+class Load:
+    """Four clients that ask one request after the other, until it is left."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(4)]
+        self.statuses: list[int] = []
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, number: int) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not self._stopped.is_set():
+                body = {"model": "simulated", "prompt": "Hello", "max_tokens": 40, "seed": 2 * number + 1}
+                self.statuses.append(client.post(f"{self._url}/v1/completions", json=body).status_code)
+
+
+def replica_ids() -> set[str]:
+    """Of the replicas that Serve runs now."""
+    from ray import serve
+
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "serve"]
+    assert serve.status().applications[APP].status == "RUNNING"
+    return {name.rsplit("#", 1)[1] for name in names if f"{APP}#{DEPLOYMENT}#" in name}
+
+
+def test_nobody_needs_a_controller_whose_constructor_fails_for_a_minute(url: str) -> None:
+    from ray import serve
+
+    until(is_settled)
+    before = {r.replica_id: r.version for r in status().replicas}
+    epoch = status().epoch
+    broken = put_in_the_controllers_place(Crashing)
+    began = time.monotonic()
+    victim = sorted(before)[0]
+    (name,) = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].endswith(victim)]
+    ray.kill(ray.get_actor(name, namespace="serve"), no_restart=True)
+    until(lambda: victim not in replica_ids() and len(replica_ids()) == 2)
+    with Load(url) as load:
+        while time.monotonic() - began < 60:
+            (deployment,) = serve.status().applications[APP].deployments.values()
+            assert deployment.status in ("HEALTHY", "UPDATING") and len(replica_ids()) == 2
+            time.sleep(1.0)
+        assert (serve.status().applications[APP].status, deployment.status) == ("RUNNING", "HEALTHY")
+        ray.kill(broken, no_restart=True)
+        back = time.monotonic()
+        until(lambda: is_settled() and bool(status().hazards), 10)
+        took_s = time.monotonic() - back
+    assert load.statuses and set(load.statuses) == {200}
+    after = status()
+    assert after.epoch is not None and epoch is not None and after.epoch > epoch, (epoch, took_s)
+    assert {r.replica_id for r in after.replicas} == replica_ids()
+    assert all(r.version > before.get(r.replica_id, (0, 0)) for r in after.replicas)
 
 
 def test_a_redeploy_with_other_args_keeps_the_controller_and_what_it_has_learnt(url: str) -> None:

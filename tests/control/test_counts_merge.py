@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.control.counts import HALF_LIFE_S, DifferenceLog, ReplicaCounts, TrafficClock
+from cluster.control.counts import HALF_LIFE_S, DifferenceLog, ReplicaCounts, TrafficClock, summed
 from cluster.control.messages import CellCounts, cell_counts, report_interval_s
 from engine.speculative.counters import SpeculationCounters
 from tests.control.messages import CountingReplica
@@ -97,7 +97,7 @@ def test_weights_halve_and_old_rows_leave_a_log_that_grows_and_widens() -> None:
     )
     log = DifferenceLog(width=2)
     for index in range(1000):
-        log.add(time=index * 0.1, cells=[cell, cell])
+        log.add(time=index * 0.1, counts=summed([cell, cell], log.width)[0], group=index)
         if index == 500:
             log.widen(5)
     assert log.at_risk_PW.shape == (301, 5)  # 30 s of 10 rows a second
@@ -105,6 +105,15 @@ def test_weights_halve_and_old_rows_leave_a_log_that_grows_and_widens() -> None:
     assert np.allclose(log.times_P, np.arange(699, 1000) * 0.1)
     weights = log.weights(log.times_P[-1])
     assert weights[-1] == 1.0 and weights[-1 - round(HALF_LIFE_S * 10)] == pytest.approx(0.5)
+
+
+def test_replicas_of_a_group_share_a_row_of_the_log_for_half_a_second() -> None:
+    log = DifferenceLog(width=1)
+    for index in range(4000):
+        log.add(time=index * 0.01, counts=np.array([[2.0], [1.0]]), group=index % 4, num_ended=1)
+    assert len(log.times_P) == 4 * 2 * 30 and (np.diff(log.times_P) >= 0).all()
+    assert (log.ended_P == log.accepted_PW[:, 0]).all() and set(log.ended_P) <= {12, 13}
+    assert log.at_risk_PW.sum() == 2 * 3000 and log.ended_P.sum() == 3000
 
 
 @pytest.mark.parametrize(("num", "seconds"), [(1, 1.0), (250, 1.0), (1000, 4.0), (9000, 10.0)])

@@ -215,7 +215,7 @@ def test_the_share_holds_with_noisy_steps() -> None:
         duration_s = rng.gauss(1.0, 0.2) + (1.0 if is_due else 0.0)
         extra_s += 1.0 if is_due else 0.0
         total_s += duration_s
-        budget.save(duration_s)
+        budget.save(1, duration_s)
         (budget.read_shadow if is_due else budget.read_ordinary)((1, 0), duration_s)
     assert 0.008 < extra_s / total_s < 0.012
 

@@ -1,0 +1,193 @@
+"""The control loop on real models: replicas of SmolLM2 with its drafter, and text that changes.
+
+    python benchmarks/control_real.py OUT.json --model DIR --drafter models/smollm2-135m-dflash
+
+Two replicas with two requests each, on the CPU. Phases in turn: prompts that make the model count and repeat, decoded
+greedily, and stories at temperature 1.5. Exits 1 unless K is higher in every easy phase than in every hard one, all
+replicas have acknowledged the controller's newest version, and every greedy output is the one that the same replica
+gave at a fixed K.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from command_line import command_line
+from control_live import APP, DEPLOYMENT, ROOT, Replica, changes_in
+
+from cluster.control.controller import find_controller, remove_controller
+from cluster.control.messages import SHADOW_TIME_SHARE
+from cluster.control.status import ControllerStatus
+from engine.config.decoding import DFlashDecodingConfig
+from engine.config.engine import EngineConfig
+from engine.config.resolve import resolve_engine_config
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+EASY, HARD = "easy", "hard"
+PROMPTS = {
+    EASY: (
+        "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30",
+        "red green blue red green blue red green blue red green blue red green blue red green blue",
+        "a b c d e f g a b c d e f g a b c d e f g a b c d e f g a b c d e f g",
+        "All work and no play makes Jack a dull boy. All work and no play makes Jack a dull boy. All work and no play",
+    ),
+    HARD: (
+        "Once upon a time in a town by the sea",
+        "The strangest thing about the old house was",
+        "My opinion on the future of music is",
+        "A letter to a friend that I have never met:",
+    ),
+}
+STATIC_K = 3
+OUTPUT_TOKENS = 120
+
+
+def make_config(arguments: argparse.Namespace) -> EngineConfig:
+    return resolve_engine_config(
+        model=arguments.model,
+        speculative_config=DFlashDecodingConfig(speculative_model=arguments.drafter, max_draft_len=15),
+        device="cpu",
+        dtype=arguments.dtype,
+        threads=1,
+        max_num_seqs=arguments.rows,
+        max_model_len=512,
+        max_num_batched_tokens=256,
+        num_blocks=256,
+        enable_prefix_caching=False,
+        shadow_time_share=SHADOW_TIME_SHARE,
+    )
+
+
+class RealReplica(Replica):
+    """A replica that decodes `PROMPTS` and keeps what its greedy requests gave."""
+
+    async def prepare(self) -> None:
+        """The outputs at a fixed K."""
+        tokenizer = Tokenizer.load(self._config.model_dir)
+        self._prompts = {kind: [tuple(tokenizer.encode(text)) for text in PROMPTS[kind]] for kind in PROMPTS}
+        self._outputs: list[tuple[tuple[int, ...], list[int]]] = []
+        self._expected = {
+            prompt: await self.complete(self.request(-1 - index, EASY))
+            for index, prompt in enumerate(reversed(self._prompts[EASY]))
+        }
+
+    def request(self, number: int, kind: str) -> EngineRequest:
+        """Prompts in turn."""
+        prompts = self._prompts[kind]
+        return EngineRequest(
+            request_id=f"{kind}-{number}",
+            prompt_token_ids=prompts[number % len(prompts)],
+            params=SamplingParams(
+                temperature=0.0 if kind == EASY else 1.5,
+                seed=number % 2**31,
+                max_tokens=OUTPUT_TOKENS,
+                ignore_eos=True,
+                detokenize=False,
+            ),
+        )
+
+    def received(self, request: EngineRequest, token_ids: list[int]) -> None:
+        if request.params.temperature == 0.0:
+            self._outputs.append((request.prompt_token_ids, token_ids))
+
+    async def compared(self) -> tuple[int, int]:
+        """(greedy outputs, those that differ from the one at a fixed K)."""
+        return len(self._outputs), sum(self._expected[prompt] != token_ids for prompt, token_ids in self._outputs)
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    config = make_config(arguments)
+    replicas = [ray.remote(RealReplica).options(num_cpus=0).remote() for _ in range(arguments.replicas)]
+    await asyncio.gather(
+        *[
+            replica.start.remote(number, config, accelerator="cpu", static_k=STATIC_K)
+            for number, replica in enumerate(replicas)
+        ]
+    )
+    phases: list[dict[str, Any]] = []
+    for kind in (EASY, HARD) * arguments.rounds:
+        began = max(await asyncio.gather(*[replica.load.remote(kind) for replica in replicas]))
+        await asyncio.sleep(arguments.phase_s)
+        histories = await asyncio.gather(*[replica.history.remote() for replica in replicas])
+        seen = [changes_in(history, began, began + arguments.phase_s) for history in histories]
+        schedules = [history[-1][2] for history in histories]
+        phases.append(
+            {
+                "kind": kind,
+                "draft_lens": [schedule[min(b for b in schedule if b >= arguments.rows)] for schedule in schedules],
+                "schedules": schedules,
+                "versions": [history[-1][1] for history in histories],
+                "last_change_s": [round(one["last_s"], 1) for one in seen],
+            }
+        )
+        print(json.dumps(phases[-1]), file=sys.stderr, flush=True)
+    status = msgspec.msgpack.decode(await find_controller(APP, DEPLOYMENT).status.remote(), type=ControllerStatus)
+    compared = await asyncio.gather(*[replica.compared.remote() for replica in replicas])
+    await asyncio.gather(*[replica.stop.remote() for replica in replicas])
+    remove_controller(APP, DEPLOYMENT)
+    result = {
+        "phases": phases,
+        "acknowledged": [[replica.version, replica.target] for replica in status.replicas],
+        "greedy_outputs": sum(count for count, _ in compared),
+        "greedy_outputs_that_differ": sum(wrong for _, wrong in compared),
+    }
+    return result | {"faults": faults(result, arguments.replicas)}
+
+
+def faults(result: dict[str, Any], num_replicas: int) -> list[str]:
+    """What is not as it should be."""
+    found = []
+    lengths = {kind: [k for p in result["phases"] if p["kind"] == kind for k in p["draft_lens"]] for kind in PROMPTS}
+    if min(lengths[EASY]) <= max(lengths[HARD]):
+        found.append(f"K in easy phases {lengths[EASY]} is not above that in hard ones {lengths[HARD]}")
+    acknowledged = result["acknowledged"]
+    if len(acknowledged) != num_replicas or any(version != target for version, target in acknowledged):
+        found.append(f"not all replicas have acknowledged the newest version: {acknowledged}")
+    if not result["greedy_outputs"] or result["greedy_outputs_that_differ"]:
+        differ, count = result["greedy_outputs_that_differ"], result["greedy_outputs"]
+        found.append(f"{differ} of {count} greedy outputs differ from those at a fixed K")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--drafter", default=str(ROOT / "models" / "smollm2-135m-dflash"))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=2, help="requests of a replica")
+    parser.add_argument("--phase-s", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=2, help="of an easy and a hard phase")
+    arguments = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    ray.init(
+        address="local",
+        num_cpus=2 * arguments.replicas,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    try:
+        result = asyncio.run(run(arguments))
+    finally:
+        ray.shutdown()
+    result = {"command": command_line(), "machine": platform.machine(), **result}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for fault in result["faults"]:
+        print(fault, file=sys.stderr)
+    sys.exit(bool(result["faults"]))
+
+
+if __name__ == "__main__":
+    main()
