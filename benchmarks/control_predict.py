@@ -19,7 +19,7 @@ from control_live import ACCEPTANCE, BATCHED_TOKENS, KINDS, OUTPUT_TOKENS, PROMP
 
 from cluster.simulate.experiment import OURS, make_world, run_policies
 from cluster.simulate.scenario import Scenario
-from cluster.simulate.tallies import DECODE_S, TOKENS
+from cluster.simulate.tallies import DECODE_S, SLICE_S, TOKENS
 from engine.simulated.profile import load_acceptance
 
 WITHIN = 0.03
@@ -71,11 +71,11 @@ def predict(live: dict[str, Any]) -> list[float]:
     """Tokens per simulated second of device time and replica, of each phase once settled; mean over the seeds."""
     world = scenario(live)
     fleet, _ = run_policies(make_world(world), {OURS: dict(world.configured_schedule)})
-    slices_T4, slice_s = fleet.tallies.slices_LT4.sum(axis=0), fleet.tallies.slice_s
+    slices_T4 = fleet.tallies.slices_LT4.sum(axis=0)
     phase_s, speed = live["options"]["phase_s"], live["options"]["speed"]
     rates = []
     for index in range(len(live["phases"])):
-        first, last = round((index * phase_s + SETTLE_S) / slice_s), round((index + 1) * phase_s / slice_s)
+        first, last = round((index * phase_s + SETTLE_S) / SLICE_S), round((index + 1) * phase_s / SLICE_S)
         sums_4 = slices_T4[first:last].sum(axis=0)
         # a request's first token comes from its prompt's step, which the slices do not count
         tokens = sums_4[TOKENS] * OUTPUT_TOKENS / (OUTPUT_TOKENS - 1)

@@ -1,17 +1,18 @@
-"""Runs the scenarios of `dflash simulate`, each in a process of its own, and keeps figures and plots.
+"""Runs the scenarios of `dflash simulate` and keeps figures and plots.
 
 In the root of the repository:
 
 python benchmarks/simulate_all.py benchmarks/results
-python benchmarks/simulate_all.py benchmarks/results --only s1 s5 s6 --jobs 2
+python benchmarks/simulate_all.py benchmarks/results --only s1 s5 s6 --jobs 16
 
-Needs numpy, msgspec, pydantic and PyYAML alone.
+Every process takes one policy of one scenario at a time. Needs numpy, msgspec, pydantic and PyYAML alone.
 """
 
 import argparse
 import json
+import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 from command_line import command_line
@@ -24,12 +25,12 @@ from cluster.simulate.verdicts import as_record, judge
 _SCENARIOS = Path("configs/sim")
 
 
-def simulate(name: str, folder: Path, command: str) -> list[str]:
+def simulate(name: str, folder: Path, pool: ProcessPoolExecutor) -> list[str]:
     """Runs one scenario. Returns a line for each of its bars that fails."""
     scenario = load_scenario(_SCENARIOS / f"{name}.yaml")
-    experiment = run_experiment(scenario)
+    experiment = run_experiment(scenario, pool=pool)
     verdicts = judge(scenario, experiment)
-    record = as_record(scenario, experiment, verdicts, command=command)
+    record = as_record(scenario, experiment, verdicts, command=command_line())
     (folder / f"simulate_{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / f"simulate_{name}.svg").write_text(draw(experiment, scenario.description), encoding="utf-8")
     for verdict in verdicts:
@@ -43,15 +44,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for simulate_NAME.json and simulate_NAME.svg")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="scenarios, such as s2; default: all")
-    parser.add_argument("--jobs", type=int, default=1, help="scenarios at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     known = sorted(path.stem for path in _SCENARIOS.glob("s*.yaml"))
     names = options.only or known
     unknown = sorted(set(names) - set(known))
     if unknown:
         parser.error(f"--only: there is no scenario {unknown[0]}")
-    with ProcessPoolExecutor(max_workers=options.jobs) as pool:
-        runs = [pool.submit(simulate, name, options.folder, command_line()) for name in names]
+    spawned = multiprocessing.get_context("spawn")  # threads submit, and a fork beside threads may hang
+    with (
+        ProcessPoolExecutor(max_workers=options.jobs, mp_context=spawned) as pool,
+        ThreadPoolExecutor(max_workers=len(names)) as threads,
+    ):
+        runs = [threads.submit(simulate, name, options.folder, pool) for name in names]
         failed = [line for run in runs for line in run.result()]
     print("\n".join(failed) if failed else "all bars hold")
     return 1 if failed else 0

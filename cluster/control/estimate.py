@@ -27,13 +27,11 @@ from cluster.control.messages import (
 )
 from cluster.control.own_traffic import OwnTraffic
 from cluster.control.policy import Schedule, Setting, Verdict
-from engine.speculative.counters import batch_bucket
 from engine.speculative.schedule import ScheduleAck, Version, check_schedule
 
 _MISSED_REPORTS = 10  # after which a replica is forgotten
 _CHANGE_DEVIATIONS = 4.5
 _SETTLING_INTERVALS = 2.5  # of reports, after a change of traffic: those in between still tell of both kinds
-_IDLE_S = 10.0  # since a batch size was last run
 _GROUPS = 4  # of replicas, whose reports are told apart in the log
 _LINE_KEPT_S = 600.0  # without a replica: one that returns goes on with its schedule and step times
 
@@ -190,7 +188,7 @@ class ControlState:
         if self.held is None and self.belief is not None and now >= self._settled_at:
             for line in self.live_lines.values():
                 line.verdicts = self._weigh(line, line.schedule, self.belief, now)
-                line.schedule = self._take(line.schedule, line.verdicts, now)
+                line.schedule = self._take(line, line.schedule, line.verdicts, now)
             for replica in self.replicas.values():
                 self._correct(replica, now)
         self._set_targets(self.replicas.values())
@@ -248,7 +246,7 @@ class ControlState:
             return
         schedule = line.schedule if replica.own is None else replica.own
         replica.verdicts = self._weigh(line, schedule, belief, now)
-        replica.own = self._take(schedule, replica.verdicts, now)
+        replica.own = self._take(line, schedule, replica.verdicts, now)
 
     def _weigh(self, line: Line, schedule: Schedule, belief: Belief, now: float) -> dict[int, Verdict]:
         return policy.decide(
@@ -258,17 +256,13 @@ class ControlState:
             step_seconds=lambda rows, draft_len: line.times.seconds(rows, draft_len, max_num_seqs=line.max_num_seqs),
             now=now,
             rules=self.options.rules,
-            idle=[
-                bound
-                for bound in schedule
-                if now - line.served_at.get(batch_bucket(bound, line.max_num_seqs), -math.inf) > _IDLE_S
-            ],
+            idle=line.idle(schedule, now),
             same_since=self._same_since,
         )
 
-    def _take(self, schedule: Schedule, verdicts: Mapping[int, Verdict], now: float) -> Schedule:
+    def _take(self, line: Line, schedule: Schedule, verdicts: Mapping[int, Verdict], now: float) -> Schedule:
         self.num_changes += sum(verdict.changes for verdict in verdicts.values())
-        return policy.apply(schedule, verdicts, now=now, same_since=self._same_since)
+        return policy.apply(schedule, verdicts, now=now, idle=line.idle(schedule, now), same_since=self._same_since)
 
     # ---------------------------------------------------------------------------------------------------- versions
 

@@ -26,10 +26,8 @@ _FIRST_GUESS = 0.5
 _LEAST_HAZARD = 1e-12
 _NUM_SPLITS, _SPLIT_S = 24, 0.5
 _SAME_REQUESTS_S = 4.0  # within which reports are not independent
-_REQUESTS_DIFFER = 0.5  # deviation between requests of their hazards' log-odds, before it is known
+_REQUESTS_DIFFER = 0.5  # deviation between requests of their hazards' log-odds: a guess
 _TOKENS_DIFFER = 0.8  # deviation between requests of E(W) - 1, over its mean
-_DIFFER_BLOCKS = 20.0  # weight of that guess, in blocks of counts
-_DIFFER_AT_MOST = 1.5
 LOWER_90 = 1.2816  # standard deviations: one-sided
 
 
@@ -66,20 +64,17 @@ class Belief:
     covariance: np.ndarray
     tokens: np.ndarray  # of a step and row where all steps verify K drafts, [W + 1]
     gradients: np.ndarray  # of E(K), [W + 1, W]
-    differ: float  # standard deviation of the hazards' log-odds between requests
-    origins: np.ndarray  # rows counted at K, [W + 1]
+    origins: np.ndarray | None  # rows counted at K, [W + 1]
 
     @classmethod
-    def of(
-        cls, hazards: np.ndarray, covariance: np.ndarray, *, differ: float = 0.0, origins: np.ndarray | None = None
-    ) -> Self:
-        """A belief from its hazards, which were counted at `origins`."""
+    def of(cls, hazards: np.ndarray, covariance: np.ndarray, *, origins: np.ndarray | None = None) -> Self:
+        """A belief from its hazards, which were counted at `origins`; None: at the very K they are asked for."""
         tokens, gradients = expected_tokens(hazards), token_gradients(hazards)
-        if origins is None or not origins.any():
-            origins = np.ones(len(tokens))
-        relative = differ * (gradients @ (hazards * (1.0 - hazards))) / tokens  # c(K)
-        tokens = tokens * np.exp(-relative * (relative - relative @ origins / origins.sum()))
-        return cls(hazards, covariance, tokens, gradients, differ, origins)
+        if origins is not None and origins.any():
+            relative = _REQUESTS_DIFFER * (gradients @ (hazards * (1.0 - hazards))) / tokens  # c(K)
+            tokens = tokens * np.exp(-relative * (relative - relative @ origins / origins.sum()))
+            tokens = np.maximum.accumulate(tokens)
+        return cls(hazards, covariance, tokens, gradients, origins)
 
     @classmethod
     def from_reports(
@@ -113,14 +108,9 @@ class Belief:
         effective = np.divide(rows * rows, squared, out=np.zeros_like(rows), where=squared > 0) + _PSEUDO_ROWS
         chance = hazards * (1.0 - hazards) / effective
         covariance = between + np.diag(np.maximum(chance - np.diag(between), 0.0))
-        differ = 0.0
-        if num_requests < np.inf:
-            slope = hazards * (1.0 - hazards)  # of the hazards by their log-odds, all together
-            covariance += _REQUESTS_DIFFER**2 * np.outer(slope, slope) / num_requests
-            excess = (slope @ between @ slope - slope**2 @ chance) / max(slope @ slope, 1e-12) ** 2 * num_requests
-            squared_sum = _DIFFER_BLOCKS * _REQUESTS_DIFFER**2 + num_blocks * max(excess, 0.0)
-            differ = min((squared_sum / (_DIFFER_BLOCKS + num_blocks)) ** 0.5, _DIFFER_AT_MOST)
-        return cls.of(hazards, covariance, differ=differ, origins=origins)
+        slope = hazards * (1.0 - hazards)  # of the hazards by their log-odds, all together
+        covariance += _REQUESTS_DIFFER**2 * np.outer(slope, slope) / num_requests
+        return cls.of(hazards, covariance, origins=origins)
 
     def log_ratio_deviation(self, draft_len: int, other: int) -> float:
         """Standard deviation of log(E(draft_len) / E(other))."""

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cluster.control.counts import ReplicaCounts
@@ -12,6 +12,8 @@ from cluster.control.policy import Schedule, Verdict
 from cluster.control.step_times import StepTimes
 from engine.speculative.counters import batch_bucket
 from engine.speculative.schedule import DraftLengthSchedule, Version, round_down
+
+_IDLE_S = 10.0  # since a batch size was last run
 
 LineKey = tuple[str, tuple[int, ...], int]  # accelerator, declared draft lengths, max_num_seqs
 
@@ -54,6 +56,11 @@ class Line:
     served_at: dict[int, float] = field(default_factory=dict)  # batch bucket -> when it was last reported
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     seen_at: float = -math.inf
+
+    def idle(self, bounds: Iterable[int], now: float) -> list[int]:
+        """The batch sizes that nobody runs."""
+        last = {bound: self.served_at.get(batch_bucket(bound, self.max_num_seqs), -math.inf) for bound in bounds}
+        return [bound for bound, served_at in last.items() if now - served_at > _IDLE_S]
 
 
 def line_key(registration: Registration) -> LineKey:

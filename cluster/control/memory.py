@@ -88,7 +88,7 @@ class Memory:
         )
 
     def believe(self, now: float, *, num_running: int = 0) -> Belief:
-        """The belief of the memory in use. There must be counts. num_running: requests now; 0: not known."""
+        """The belief of the memory in use. There must be counts. num_running: requests now."""
         times_P, counts_P2W = np.array(self._times, dtype=np.float64), np.array(self._counts)
         self._judge_seconds(now)
         ages_P = now - times_P
@@ -107,13 +107,13 @@ class Memory:
         used = weights_P > 0
         span = times_P[-1] - times_P[used][0] + 1.0
         blocks_P = (ages_P[used] // min(max(span / 8.0, 1.0), _BLOCK_S)).astype(np.int64)
-        num_requests = float(weights_P @ np.array(self._ended)) + num_running
+        counts = (counts_P2W[used, 0], counts_P2W[used, 1], weights_P[used])
+        if not (num_running or any(self._ended)):
+            return Belief.from_reports(*counts, blocks_P=blocks_P)
         return Belief.from_reports(
-            counts_P2W[used, 0],
-            counts_P2W[used, 1],
-            weights_P[used],
+            *counts,
             blocks_P=blocks_P,
-            num_requests=max(num_requests, 1.0) if num_running or any(self._ended) else np.inf,
+            num_requests=max(float(weights_P @ np.array(self._ended)) + num_running, 1.0),
             origins=weights_P @ np.array(self._origins),
         )
 

@@ -61,7 +61,7 @@ class OwnTraffic:
         hazards_W, rows_W, squares_W = hazards_MW[best - 1], rows_MW[best - 1], self._squares_MW[best - 1]
         effective_W = np.divide(rows_W**2, squares_W, out=np.zeros_like(rows_W), where=squares_W > 0) + _PRIOR_ROWS
         covariance = np.diag(_REQUESTS_DIFFER * hazards_W * (1 - hazards_W) / effective_W)
-        return Belief.of(hazards_W, covariance, differ=cluster.differ, origins=cluster.origins)
+        return Belief.of(hazards_W, covariance, origins=cluster.origins)
 
     def _widen(self, width: int) -> None:
         """Makes room for more positions."""

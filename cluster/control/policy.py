@@ -3,8 +3,8 @@
 Tokens per second at a batch size of R rows are R x E(K) / T(R, K). K changes only for a gain above the margin, which is
 positive at the lower 90 % bound too, and not before the dwell time since the last change is over.
 
-The margin doubles with every change of a batch size, and comes back with a half-life: what is found better now and
-worse again under the same traffic differs by less than can be told, and trying on costs more than it gains.
+Under the same traffic the margin doubles with every change of a batch size after the first, and comes back with time:
+what is found better now and worse again differs by less than can be told, and trying on costs more than it gains.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cluster.control.hazards import LOWER_90, Belief
 
-_CALM_HALF_LIFE_S = 120.0
+_CALM_HALF_LIFE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ def decide(
             belief=belief,
             step_seconds=step_seconds,
             now=now,
-            rules=dataclasses.replace(rules, margin=rules.margin * 2 ** setting.moves_at(now, same_since=same_since)),
+            rules=dataclasses.replace(rules, margin=rules.margin * _strictness(setting, now, same_since)),
         )
         for bound, setting in schedule.items()
     }
@@ -91,6 +91,10 @@ def decide(
         for bound in idle:
             verdicts[bound] = _wait(verdicts[bound], schedule[bound].draft_len, rules)
     return verdicts
+
+
+def _strictness(setting: Setting, now: float, same_since: float) -> float:
+    return 2.0 ** max(setting.moves_at(now, same_since=same_since) - 1.0, 0.0)
 
 
 def _wait(verdict: Verdict, draft_len: int, rules: Rules) -> Verdict:
@@ -101,15 +105,21 @@ def _wait(verdict: Verdict, draft_len: int, rules: Rules) -> Verdict:
 
 
 def apply(
-    schedule: Mapping[int, Setting], verdicts: Mapping[int, Verdict], *, now: float, same_since: float = -math.inf
+    schedule: Mapping[int, Setting],
+    verdicts: Mapping[int, Verdict],
+    *,
+    now: float,
+    idle: Collection[int] = (),
+    same_since: float = -math.inf,
 ) -> Schedule:
-    """The schedule with the verdicts' changes. same_since: when the traffic last changed."""
+    """The schedule with the verdicts' changes. idle, same_since: as in `decide`."""
     return {
         bound: Setting(
             draft_len=verdict.draft_len,
             since=now,
             reason=verdict.reason,
-            moves=setting.moves_at(now, same_since=same_since) + 1.0,
+            # what was configured was not found here, and nobody has tried what changes at an idle bound
+            moves=setting.moves_at(now, same_since=same_since) + (bound not in idle and setting.since > -math.inf),
         )
         if (verdict := verdicts[bound]).changes
         else setting

@@ -13,6 +13,7 @@ loop it is throughput divided by concurrency.
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,9 @@ import numpy as np
 from cluster.simulate.acceptance import AcceptanceTables
 from cluster.simulate.control_link import ControlLink, Controls
 from cluster.simulate.fleet import Control, Fleet
-from cluster.simulate.lanes import Run, World
+from cluster.simulate.lanes import Run, World, buckets_of
 from cluster.simulate.scenario import Scenario
-from cluster.simulate.tallies import DECODE_S, DRAFT_LEN_S, ROW_S, ROWS, STEPS, TOKENS
+from cluster.simulate.tallies import DECODE_S, DRAFT_LEN_S, ROW_S, ROWS, SLICE_S, STEPS, TOKENS
 from cluster.simulate.traffic import make_traffic, replica_groups
 from engine.step_table import load_step_table
 
@@ -99,8 +100,10 @@ def make_world(scenario: Scenario) -> World:
     )
 
 
-def run_experiment(scenario: Scenario, *, progress: Callable[[str], None] = lambda _: None) -> Experiment:
-    """Runs everything.
+def run_experiment(
+    scenario: Scenario, *, progress: Callable[[str], None] = lambda _: None, pool: Executor | None = None
+) -> Experiment:
+    """Runs everything. pool: its processes take one policy each; without one all run here, in step.
 
     Raises:
         ValueError: see `make_world`.
@@ -111,30 +114,64 @@ def run_experiment(scenario: Scenario, *, progress: Callable[[str], None] = lamb
     fixed = {f"K={length}": {top: length} for length in scenario.draft_lens}
     num_seeds = len(scenario.seeds)
     progress(f"{len(fixed)} fixed draft lengths x {num_seeds} seeds")
-    fleet, outcomes = run_policies(world, fixed)
+    fixed_runs = _start(world, fixed, pool)
+    progress(f"per-replica, ours, clairvoyant x {num_seeds} seeds")
+    others = _start(world, {PER_REPLICA: given, OURS: given, CLAIRVOYANT: {top: 0}}, pool)
+    outcomes, hindsight = _joined(fixed_runs)
     best = max(fixed, key=lambda policy: _mean_score(outcomes, policy))
-    first = list(fixed).index(best) * num_seeds
-    guess = hindsight_schedule(fleet, range(first, first + num_seeds))
-    progress(f"static {guess}, per-replica, ours, clairvoyant x {num_seeds} seeds")
-    fleet, others = run_policies(world, {STATIC: guess, PER_REPLICA: given, OURS: given, CLAIRVOYANT: {top: 0}})
+    guess = hindsight[best]
+    progress(f"static {guess} x {num_seeds} seeds")
+    found, hindsight = _joined(_start(world, {STATIC: guess}, pool))
+    outcomes += found
     candidates = fixed | {STATIC: guess}
     # the batch sizes that a schedule leads to are its own: look back once more from where the first guess led
-    again = hindsight_schedule(fleet, range(num_seeds))
+    again = hindsight[STATIC]
     if again != guess:
         progress(f"static {again} x {num_seeds} seeds")
         candidates[_AGAIN] = again
-        others += run_policies(world, {_AGAIN: again})[1]
-    outcomes += others
+        outcomes += _joined(_start(world, {_AGAIN: again}, pool))[0]
     best = max(candidates, key=lambda policy: _mean_score(outcomes, policy))
     static = [dataclasses.replace(outcome, policy=STATIC) for outcome in outcomes if outcome.policy == best]
     outcomes = [outcome for outcome in outcomes if outcome.policy not in (STATIC, _AGAIN)]
+    buckets = set(buckets_of(top))
     return Experiment(
-        outcomes=(*outcomes, *static),
+        outcomes=(*outcomes, *_joined(others)[0], *static),
         static_schedule=candidates[best],
-        slice_s=fleet.tallies.slice_s,
+        slice_s=SLICE_S,
         wall_s=time.monotonic() - start,
-        measured=all(set(fleet.lanes.buckets) <= set(table.measured) for table in world.tables),
+        measured=all(buckets <= set(table.measured) for table in world.tables),
     )
+
+
+Ran = tuple[list[Outcome], dict[str, dict[int, int]]]  # outcomes, and by policy what hindsight says of its runs
+
+
+def _start(world: World, schedules: Mapping[str, Mapping[int, int]], pool: Executor | None) -> list[Callable[[], Ran]]:
+    """Policies by name with the schedule each starts from. Returns calls that wait for the results."""
+    if pool is None:
+        ran = _run(world, schedules)
+        return [lambda: ran]
+    return [pool.submit(_run, world, {policy: schedule}).result for policy, schedule in schedules.items()]
+
+
+def _joined(runs: Sequence[Callable[[], Ran]]) -> Ran:
+    outcomes: list[Outcome] = []
+    hindsight: dict[str, dict[int, int]] = {}
+    for result in runs:
+        some, of_them = result()
+        outcomes += some
+        hindsight |= of_them
+    return outcomes, hindsight
+
+
+def _run(world: World, schedules: Mapping[str, Mapping[int, int]]) -> Ran:
+    fleet, outcomes = run_policies(world, schedules)
+    num_seeds = len(world.scenario.seeds)
+    hindsight = {
+        policy: hindsight_schedule(fleet, range(index * num_seeds, (index + 1) * num_seeds))
+        for index, policy in enumerate(schedules)
+    }
+    return outcomes, hindsight
 
 
 def _mean_score(outcomes: Sequence[Outcome], policy: str) -> float:
@@ -259,8 +296,8 @@ def _cold_score(fleet: Fleet, mine: np.ndarray) -> float | None:
     tokens = row_s = 0.0
     for lane, group in zip(mine.tolist(), replica_groups(scenario), strict=True):
         if group.from_s > 0:
-            first = int(group.from_s / tallies.slice_s)
-            last = first + round(scenario.cold_replicas_s / tallies.slice_s)
+            first = int(group.from_s / SLICE_S)
+            last = first + round(scenario.cold_replicas_s / SLICE_S)
             tokens += float(tallies.slices_LT4[lane, first:last, TOKENS].sum())
             row_s += float(tallies.slices_LT4[lane, first:last, ROW_S].sum())
     return tokens / row_s if row_s else None

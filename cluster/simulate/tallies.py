@@ -12,7 +12,7 @@ ALL_RIGHT = CODES // 2
 STEPS, ROWS, STEADY_STEPS, STEADY_S, STEADY_TOKENS = range(5)
 # Per slice of time: tokens, row seconds, K seconds and seconds of steps with decode rows.
 TOKENS, ROW_S, DRAFT_LEN_S, DECODE_S = range(4)
-_SLICE_S = 5.0  # of the report's curves
+SLICE_S = 5.0  # of the report's curves
 
 
 class Tallies:
@@ -29,9 +29,8 @@ class Tallies:
         self.finished_L = np.zeros(count, dtype=np.int64)
         self.finished_tokens_L = np.zeros(count, dtype=np.int64)
         self.request_s_L = np.zeros(count)  # seconds in the system, of finished requests and, at the end, of the others
-        slices = int(scenario.duration_s / _SLICE_S) + 1
+        slices = int(scenario.duration_s / SLICE_S) + 1
         self.slices_LT4 = np.zeros((count, slices, 4))
-        self.slice_s = _SLICE_S
         self.latencies: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # lane, seconds a token and to the first
         self.right_LIW = np.zeros(
             (count, num_buckets, scenario.draft_lens[-1] + 2), dtype=np.int64
@@ -40,7 +39,7 @@ class Tallies:
 
     def slices(self, clock: np.ndarray) -> np.ndarray:
         """The slice of each time; what runs past the end belongs to the last."""
-        return np.minimum((clock / _SLICE_S).astype(np.int64), self.slices_LT4.shape[1] - 1)
+        return np.minimum((clock / SLICE_S).astype(np.int64), self.slices_LT4.shape[1] - 1)
 
     def cells(self, lane: int) -> tuple[CellCounts, ...]:
         """The lane's counters as its engine would report them."""

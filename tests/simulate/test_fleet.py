@@ -1,6 +1,7 @@
 """The simulator against closed forms and its own books."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from cluster.simulate.acceptance import DRAWS, AcceptanceTables
 from cluster.simulate.control_link import ControlLink
-from cluster.simulate.experiment import hindsight_schedule, make_world
+from cluster.simulate.experiment import hindsight_schedule, make_world, run_experiment
 from cluster.simulate.fleet import Fleet
 from cluster.simulate.lanes import Run
 from cluster.simulate.scenario import RequestClass, Scenario
@@ -203,3 +204,11 @@ def test_a_schedule_follows_from_reports_and_outlives_an_outage(tmp_path: Path) 
     assert seen[0.0] == 3
     assert {seen[now] for now in seen if now >= 10.0} == {0}
     assert link.state is not None and link.state.epoch == 2
+
+
+def test_policies_in_processes_of_their_own_end_as_those_that_run_in_step(tmp_path: Path) -> None:
+    asked = scenario(tmp_path, duration_s=3.0, seeds=[1, 2], arrivals={"kind": "poisson", "rate": 2.0})
+    together = run_experiment(asked)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        apart = run_experiment(asked, pool=pool)
+    assert apart.outcomes == together.outcomes and len(apart.outcomes) == 2 * (len(DRAFT_LENS) + 4)
