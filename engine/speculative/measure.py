@@ -87,11 +87,12 @@ def _measure(
             return None
     warm: tuple[int, float] | None = None
     found = (0, 0.0)
-    while core.has_work() and found[0] < _WARM_STEPS + _STEPS:
-        core.step()
-        found = _decoded(core, rows, draft_len)
-        if warm is None and found[0] >= _WARM_STEPS:
-            warm = found
+    for _ in range(num_steps):
+        if core.has_work() and found[0] < _WARM_STEPS + _STEPS:
+            core.step()
+            found = _decoded(core, rows, draft_len)
+            if warm is None and found[0] >= _WARM_STEPS:
+                warm = found
     for number in range(rows):
         core.abort(str(number))
     while core.has_work():

@@ -40,13 +40,13 @@ class TimedRunner:
         return self._launched.popleft()
 
 
-@pytest.mark.parametrize("pipeline_depth", [0, 1])
-def test_every_pair_is_measured_and_the_engine_serves_as_if_nothing_had_been(pipeline_depth: int) -> None:
+@pytest.mark.parametrize(("pipeline_depth", "context"), [(0, 1), (1, 1), (1, 30)])
+def test_every_pair_is_measured_and_the_engine_serves_as_if_nothing_had_been(pipeline_depth: int, context: int) -> None:
     config = make_config(max_num_seqs=6, pipeline_depth=pipeline_depth, max_model_len=200, num_blocks=400)
     runner = TimedRunner()
     found = {
         (entry.batch_bucket, entry.draft_len): entry.seconds
-        for entry in measure_step_times(config, runner, budget_s=1e9)
+        for entry in measure_step_times(config, runner, budget_s=1e9, context=context)
     }
     assert set(found) == {(rows, k) for rows in (1, 2, 4, 6) for k in config.draft_len_choices}
     for (rows, draft_len), seconds in found.items():
