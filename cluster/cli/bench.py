@@ -47,7 +47,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and, per request, of sampling.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
 ) -> None:
-    """Measure a running server: first-token time, time per token, tokens/s and acceptance length."""
+    """Measure a running server: first-token time, time per token, tokens/s and acceptance by position."""
     if concurrency is not None and rate is not None:
         fail("give --concurrency N (closed loop) or --rate R (open loop), one of the two", status=BAD_USAGE)
     if concurrency is None and rate is None:

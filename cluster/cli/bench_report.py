@@ -3,12 +3,14 @@
 Definitions, per successful request: TTFT is start to first text; latency is start to end of stream; TPOT is
 (latency - TTFT) / (output tokens - 1); tokens/s/user is 1 / TPOT; inter-token latency is the gap between two events
 with text (a speculative step sends several tokens in one event, so its percentiles show steps, not tokens). Acceptance
-length is 1 + accepted drafts / verify steps, over all requests in the summary.
+length is 1 + accepted drafts / verify steps, over all requests in the summary; acceptance by position j is the share of
+those steps that accepted at least j drafts.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,7 @@ class Summary:
     completion_tokens: int
     distributions: dict[str, Distribution]
     acceptance_length: float | None
+    acceptance_by_position: tuple[float, ...]
     drafted_tokens: int
     accepted_tokens: int
 
@@ -88,6 +91,7 @@ class Summary:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "acceptance_length": self.acceptance_length,
+            "acceptance_by_position": list(self.acceptance_by_position),
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
         } | {name: distribution.plain() for name, distribution in self.distributions.items()}
@@ -131,9 +135,17 @@ def summarise(records: Sequence[RequestRecord]) -> Summary:
         completion_tokens=sum(record.completion_tokens for record in good),
         distributions={name: found for name, values in columns.items() if (found := Distribution.of(values))},
         acceptance_length=1 + accepted / num_steps if num_steps else None,
+        acceptance_by_position=_by_position([spec.histogram for spec in specs]),
         drafted_tokens=sum(spec.num_drafted for spec in specs),
         accepted_tokens=accepted,
     )
+
+
+def _by_position(histograms: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+    """Share of all steps that accepted at least 1, 2, .. drafts; empty without steps."""
+    counts = [sum(column) for column in zip_longest(*histograms, fillvalue=0)]
+    num_steps = sum(counts)
+    return tuple(sum(counts[j:]) / num_steps for j in range(1, len(counts))) if num_steps else ()
 
 
 _ROWS = (
@@ -166,7 +178,7 @@ def _figure(value: float) -> str:
 
 
 def headline(summary: Summary) -> str:
-    """The figures of the whole run in two lines."""
+    """The figures of the whole run in up to three lines."""
     lines = [
         f"{summary.num_succeeded} of {summary.num_requests} requests in {summary.duration_s:.2f} s: "
         f"{summary.tokens_per_s:.1f} tokens/s, {summary.requests_per_s:.2f} requests/s, "
@@ -177,4 +189,7 @@ def headline(summary: Summary) -> str:
             f"acceptance length {summary.acceptance_length:.3f} "
             f"({summary.accepted_tokens} of {summary.drafted_tokens} drafted tokens accepted)"
         )
+    if summary.acceptance_by_position:
+        shares = " ".join(f"{share:.1%}" for share in summary.acceptance_by_position)
+        lines.append(f"accepted up to position 1, 2, ..: {shares}")
     return "\n".join(lines)

@@ -28,11 +28,15 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecCounts:
-    """Speculation counts of one request, from the response's `metrics.speculative_decoding`."""
+    """Speculation counts of one request, from the response's `metrics.speculative_decoding`.
+
+    histogram: entry i counts the verify steps that accepted i drafts; empty where the server does not say.
+    """
 
     num_steps: int
     num_drafted: int
     num_accepted: int
+    histogram: tuple[int, ...] = ()
 
     @property
     def acceptance_length(self) -> float | None:
@@ -163,6 +167,7 @@ def _parse_event(data: bytes, at_s: float) -> StreamEvent:
             num_steps=spec["num_spec_steps"],
             num_drafted=spec["num_draft_tokens"],
             num_accepted=spec["num_accepted_draft_tokens"],
+            histogram=tuple(spec.get("acceptance_histogram", ())),
         ),
     )
 

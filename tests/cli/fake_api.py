@@ -19,8 +19,13 @@ class Script:
     pieces: tuple[str, ...] = ("Hel", "lo", " there")
     gap_s: float = 0.0
     completion_tokens: int = 7
-    spec: dict[str, int] | None = field(
-        default_factory=lambda: {"num_spec_steps": 4, "num_draft_tokens": 12, "num_accepted_draft_tokens": 3}
+    spec: dict[str, Any] | None = field(
+        default_factory=lambda: {
+            "num_spec_steps": 4,
+            "num_draft_tokens": 12,
+            "num_accepted_draft_tokens": 3,
+            "acceptance_histogram": [2, 1, 1, 0],
+        }
     )
     finish_reason: str | None = "stop"
     send_done: bool = True

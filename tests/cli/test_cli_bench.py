@@ -30,7 +30,7 @@ def record(index: int = 0, **changes: Any) -> RequestRecord:
         "prompt_tokens": 20,
         "completion_tokens": 9,
         "finish_reason": "stop",
-        "spec": SpecCounts(num_steps=4, num_drafted=12, num_accepted=5),
+        "spec": SpecCounts(num_steps=4, num_drafted=12, num_accepted=5, histogram=(1, 2, 0, 1)),
     }
     return RequestRecord(**values | changes)
 
@@ -59,7 +59,7 @@ def test_summary_by_hand() -> None:
             end_s=14.0,
             event_times_s=(12.0, 14.0),
             completion_tokens=3,
-            spec=SpecCounts(num_steps=2, num_drafted=6, num_accepted=0),
+            spec=SpecCounts(num_steps=2, num_drafted=6, num_accepted=0, histogram=(2,)),
         ),
         record(2, start_s=9.0, end_s=9.1, error="HTTP 429", error_message="full", completion_tokens=0),
     ]
@@ -71,6 +71,7 @@ def test_summary_by_hand() -> None:
     assert (summary.prompt_tokens, summary.completion_tokens) == (40, 12)
     assert summary.acceptance_length == 1 + 5 / 6  # over all steps, not the mean of the requests' lengths
     assert (summary.drafted_tokens, summary.accepted_tokens) == (18, 5)
+    assert summary.acceptance_by_position == (3 / 6, 1 / 6, 1 / 6)  # 3 steps of 6 accepted one draft or more
     assert summary.distributions["ttft_s"].mean == 0.75
     assert summary.distributions["tpot_s"].mean == (0.25 + 1.0) / 2
     assert summary.distributions["inter_token_s"].count == 3  # 0.5 and 1.5 of the first, 2.0 of the second
@@ -110,6 +111,7 @@ def test_closed_loop_keeps_concurrency_and_writes_everything(tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert "9 of 9 requests" in result.stdout
     assert "acceptance length 1.750 (27 of 108 drafted tokens accepted)" in result.stdout
+    assert "accepted up to position 1, 2, ..: 50.0% 25.0% 0.0%" in result.stdout
     assert len(script.bodies) == 11
     assert script.most_in_progress == 3
     body = script.bodies[-1]
@@ -128,6 +130,7 @@ def test_closed_loop_keeps_concurrency_and_writes_everything(tmp_path: Path) -> 
     summary = report["summary"]
     assert (summary["num_succeeded"], summary["completion_tokens"], summary["errors"]) == (9, 63, {})
     assert summary["acceptance_length"] == 1.75
+    assert summary["acceptance_by_position"] == [0.5, 0.25, 0.0]
     assert {"mean", "p50", "p99", "max", "min", "count", "p90", "p95"} == set(summary["ttft_s"])
     assert [request["index"] for request in report["requests"]] == list(range(9))
     for request in report["requests"]:
