@@ -13,15 +13,14 @@ until it preempts.
 """
 
 import argparse
-import itertools
 import json
-import random
 import sys
 import time
 from pathlib import Path
 
 import torch
 from command_line import command_line
+from covering_array import covering_array
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 from engine.weights.cache import file_sha256
@@ -38,34 +37,9 @@ FACTORS = {
 }
 
 
-def covering_array(seed: int = 7) -> list[dict]:
-    """Greedy pairwise array: each new run is the best of 400 random candidates by newly covered pairs."""
-    names = list(FACTORS)
-    pairs = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in FACTORS[a]
-        for y in FACTORS[b]
-        if feasible({a: x, b: y})
-    }
-    rng = random.Random(seed)
-    runs: list[dict] = []
-    while pairs:
-        candidates = [{n: rng.choice(v) for n, v in FACTORS.items()} for _ in range(400)]
-        candidates = [c for c in candidates if feasible(c)]
-        best = max(candidates, key=lambda c: len(pairs & pairs_of(c)))
-        runs.append(best)
-        pairs -= pairs_of(best)
-    return runs
-
-
 def feasible(run: dict) -> bool:
     """One request alone in the pool is never preempted."""
     return not (run.get("batch") == 1 and run.get("preemption") is True)
-
-
-def pairs_of(run: dict) -> set:
-    return set(itertools.combinations(run.items(), 2))
 
 
 def make_engine(args, *, draft_len: int, run: dict, num_tokens: int, longest: int, cache_share: float) -> LLM:
@@ -151,7 +125,7 @@ def main() -> None:
     if args.part in ("full", "all"):
         jobs += [("full", cases, {"K": k, "batch": 8}, 128) for k in (0, 15)]
     if args.part in ("pairs", "all"):
-        jobs += [("pairs", cases[::6][:10], run, 64) for run in covering_array()]
+        jobs += [("pairs", cases[::6][:10], run, 64) for run in covering_array(FACTORS, feasible=feasible)]
     record = {
         "command": command_line(),
         "versions": {"torch": torch.__version__},

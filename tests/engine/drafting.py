@@ -53,3 +53,25 @@ def spoil(llm: LLM) -> None:
     """Every draft is the mask token, which no target emits: each step accepts nothing."""
     mask = llm.config.drafter.mask_token_id
     propose(llm, lambda slot, position: mask)
+
+
+def propose_draws(llm: LLM, likely: dict[int, list[int]], seed: int) -> None:
+    """Probabilistic drafts of our own: every draft of a drawing row is uniform among the ids that are likely for its
+    request (by the request's seed), and the slot state holds that distribution, as it does for the drafter's draws."""
+    generator, state = torch.Generator().manual_seed(seed), llm._rank.runner.state
+    program = llm._rank.runner._draft_program
+    real = program.draft
+
+    def draft(slots_S: torch.Tensor, plan_draft_len: int, flags: FilterFlags) -> None:
+        real(slots_S, plan_draft_len, flags)
+        for slot in slots_S.tolist():
+            init, count = state.init_of(slot), int(state.draft_count[slot])
+            if init.temperature == 0.0 or count == 0:
+                continue
+            ids = torch.tensor(likely[init.seed])
+            assert state.draft_logits is not None
+            state.draft_logits[slot, :count] = -torch.inf
+            state.draft_logits[slot, :count, ids] = 0.0
+            state.draft_tokens[slot, :count] = ids[torch.randint(len(ids), (count,), generator=generator)]
+
+    program.draft = draft

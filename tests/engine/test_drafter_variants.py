@@ -28,6 +28,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         "max_position_embeddings": 64,
     },
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+    "llama3": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "one tap": {"target_layer_ids": [1]},
 }
 SPECULATORS: dict[str, dict[str, Any]] = {
