@@ -106,15 +106,25 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
     except ValueError as error:
         raise ValueError(in_config_terms(str(error))) from error
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # from here on the GPUs are the ranks' alone; they do not inherit this
-    tokenizer = await asyncio.to_thread(
-        lambda: Tokenizer.load(engine_config.model_dir, chat_template=config.model.chat_template)
+    # While the ranks' processes start; both take seconds of imports.
+    loading = asyncio.create_task(
+        asyncio.to_thread(lambda: Tokenizer.load(engine_config.model_dir, chat_template=config.model.chat_template))
     )
     is_controlled = config.controller.enabled and engine_config.drafter is not None
-    group = await EngineGroup.start(
-        engine_config,
-        stall_timeout_s=config.deployment.stall_timeout_s,
-        step_times_budget_s=_STEP_TIMES_BUDGET_S if is_controlled else 0.0,
-    )
+    try:
+        group = await EngineGroup.start(
+            engine_config,
+            stall_timeout_s=config.deployment.stall_timeout_s,
+            step_times_budget_s=_STEP_TIMES_BUDGET_S if is_controlled else 0.0,
+        )
+    except BaseException:
+        loading.cancel()
+        raise
+    try:
+        tokenizer = await loading
+    except BaseException:
+        await asyncio.shield(group.close())
+        raise
     return ReplicaEngine(
         group=group,
         tokenizer=tokenizer,
