@@ -105,9 +105,9 @@ def figures(traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
     for trace in traces:
         for (before, _), (after, count) in zip(trace.outputs, trace.outputs[1:], strict=False):
             gaps.append(1e3 * (after - before))
-            per_token += [1e3 * (after - before) / count] * count
-        if len(trace.outputs) > 1:
-            spent = trace.outputs[-1][0] - trace.outputs[0][0]
+            per_token += [1e3 * (after - before) / max(count, 1)] * count
+        spent = trace.outputs[-1][0] - trace.outputs[0][0]
+        if spent > 0:
             users.append((trace.num_tokens - trace.outputs[0][1]) / spent)
     row: dict[str, Any] = dict(
         requests=len(traces),
