@@ -56,7 +56,7 @@ def _difference(new: CellCounts, old: CellCounts) -> CellCounts:
         accepted=_subtract(new.accepted, old.accepted),
     )
     counts = (difference.steps, difference.rows, difference.decode_steps, difference.decode_time_s)
-    if min(*counts, *difference.at_risk, *difference.accepted, 0) < 0:
+    if min(counts) < 0 or min(difference.at_risk, default=0) < 0 or min(difference.accepted, default=0) < 0:
         raise ValueError(f"cells: counts of a later report are smaller: {new} after {old}")
     return difference
 

@@ -27,8 +27,9 @@ _LEAST_HAZARD = 1e-12
 _NUM_SPLITS, _SPLIT_S = 24, 0.5
 _SAME_REQUESTS_S = 4.0  # within which reports are not independent
 _REQUESTS_DIFFER = 0.5  # deviation between requests of their hazards' log-odds: a guess
+_AT_MOST_DIFFER = 0.8  # the same, where less would be bold
 _TOKENS_DIFFER = 0.8  # deviation between requests of E(W) - 1, over its mean
-LOWER_90 = 1.2816  # standard deviations: one-sided
+LOWER_90 = 1.834  # standard deviations: one-sided 90 %, for three independent looks together
 
 
 def expected_tokens(hazards_W: np.ndarray) -> np.ndarray:
@@ -109,7 +110,7 @@ class Belief:
         chance = hazards * (1.0 - hazards) / effective
         covariance = between + np.diag(np.maximum(chance - np.diag(between), 0.0))
         slope = hazards * (1.0 - hazards)  # of the hazards by their log-odds, all together
-        covariance += _REQUESTS_DIFFER**2 * np.outer(slope, slope) / num_requests
+        covariance += _AT_MOST_DIFFER**2 * np.outer(slope, slope) / num_requests
         return cls.of(hazards, covariance, origins=origins)
 
     def log_ratio_deviation(self, draft_len: int, other: int) -> float:
@@ -152,7 +153,8 @@ def changed_since(
         after_ended_S = (weighted_P * ~is_before_SP).sum(axis=1)
         per_request_S = 1.0 / np.maximum(weighted_P.sum() - after_ended_S + num_running, 1.0)
         per_request_S += 1.0 / np.maximum(after_ended_S + num_running, 1.0)
-        spread_S = np.maximum(spread_S, (_TOKENS_DIFFER * (before_S - 1.0)) ** 2 * per_request_S)
+        larger_S = np.maximum(before_S, after_S) - 1.0
+        spread_S = np.maximum(spread_S, (_TOKENS_DIFFER * larger_S) ** 2 * per_request_S)
     deviations_S = difference_S / np.sqrt(spread_S)
     deviations_S[difference_S <= 0.05 * before_S] = 0.0
     best = int(deviations_S.argmax())
