@@ -1,7 +1,8 @@
 """`StepTimes`: seconds of a decode step by (batch size, K) on one accelerator type, as now believed.
 
-Start-up measurements give the shape; decode-only steps in service correct it, first by one common factor (longer
-contexts, a busy host), then pair by pair. Pairs that nobody measured are interpolated.
+Start-up measurements give the shape; decode-only steps in service correct it, first all pairs alike, then pair by pair.
+Alike means by a factor (a busy host) and by seconds for each row: contexts are short at start-up, and what they cost
+depends on the rows and not on K. Pairs that nobody measured are interpolated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,9 @@ from engine.speculative.counters import StepTime, batch_bucket
 _HALF_LIFE_S = 30.0  # of traffic
 _PRIOR_STEPS = 20.0  # what a pair's start-up measurement weighs against steps in service
 _ENOUGH_STEPS = 8.0  # in service, for a pair without a start-up measurement
+_TIME_DEVIATION = 0.02  # of a pair from what is common to all
+_FACTOR_DEVIATION = 0.05  # of the common factor from 1
+_ROW_SHARE = 0.5  # what contexts may add to the step in which they weigh most
 
 Pair = tuple[int, int]
 
@@ -63,16 +67,40 @@ class StepTimes:
         return known if known is not None else _interpolate(self._table, bucket, draft_len)
 
     def _current(self) -> dict[Pair, float]:
-        both = [(sums, self._measured[pair][0]) for pair, sums in self._served.items() if pair in self._measured]
-        expected = sum(sums[0] * mean for sums, mean in both)
-        factor = sum(sums[1] for sums, _ in both) / expected if expected > 0 else 1.0
-        table = {pair: mean * factor for pair, (mean, _) in self._measured.items()}
+        factor, row_s = self._correction()
+        table = {pair: mean * factor + pair[0] * row_s for pair, (mean, _) in self._measured.items()}
         for pair, (steps, seconds) in self._served.items():
             if pair in table:
                 table[pair] = (_PRIOR_STEPS * table[pair] + seconds) / (_PRIOR_STEPS + steps)
             elif steps >= _ENOUGH_STEPS:
                 table[pair] = seconds / steps
         return {pair: float(seconds) for pair, seconds in table.items()}
+
+    def _correction(self) -> tuple[float, float]:
+        """(factor, seconds a row) that turn the start-up measurements into what is served: least squares over the pairs
+        of their relative difference, drawn to (1, 0) by how much either may differ."""
+        pairs = [(pair, sums) for pair, sums in self._served.items() if pair in self._measured and sums[0] > 0]
+        if not pairs:
+            return 1.0, 0.0
+        measured = np.array([self._measured[pair][0] for pair, _ in pairs])
+        difference = np.array([sums[1] / sums[0] for _, sums in pairs]) / measured - 1.0
+        weights = np.array([sums[0] / (sums[0] + _PRIOR_STEPS) for _, sums in pairs])
+        by_row = np.array([pair[0] for pair, _ in pairs]) / measured
+        most = max(pair[0] / mean for pair, (mean, _) in self._measured.items())
+        factor_weight, row_weight = (
+            (_TIME_DEVIATION / _FACTOR_DEVIATION) ** 2,
+            (_TIME_DEVIATION / _ROW_SHARE * most) ** 2,
+        )
+        normal = np.array(
+            [
+                [weights.sum() + factor_weight, weights @ by_row],
+                [weights @ by_row, weights @ by_row**2 + row_weight],
+            ]
+        )
+        factor, row_s = np.linalg.solve(normal, [weights @ difference, weights @ (by_row * difference)])
+        if row_s < 0:  # nothing gets cheaper by its context
+            factor, row_s = weights @ difference / (weights.sum() + factor_weight), 0.0
+        return 1.0 + float(factor), float(row_s)
 
 
 def _interpolate(table: dict[Pair, float], bucket: int, draft_len: int) -> float | None:

@@ -144,10 +144,8 @@ class ControlLink:
         lanes = self._fleet.lanes
         seconds = lanes.step_s_AIJ[lanes.machine_L[replica.lane]]
         noise = np.exp(_STARTUP_DEVIATION * replica.rng.standard_normal(seconds.shape))
-        group = replica_groups(self._scenario)[replica.lane % lanes.num_replicas]
         table = lanes.world.tables[replica.lane % lanes.num_replicas]
         draft_lens = self._scenario.draft_lens
-        context = group.slowdown * table.context_token_s * table.reference_context
         return Registration(
             protocol=PROTOCOL_VERSION,
             replica_id=replica.replica_id,
@@ -163,7 +161,7 @@ class ControlLink:
                 StepTime(
                     batch_bucket=bucket,
                     draft_len=draft_len,
-                    seconds=float((seconds[i, j] + bucket * context) * noise[i, j]),
+                    seconds=float(seconds[i, j] * noise[i, j]),  # contexts are short then
                 )
                 for i, bucket in enumerate(lanes.buckets)
                 for j, draft_len in enumerate(draft_lens)
