@@ -38,7 +38,7 @@ def test_service_corrects_all_pairs_alike_and_the_served_pair_by_its_own() -> No
     times = StepTimes()
     times.measured([entry(4, 0, 0.010), entry(4, 3, 0.020)])
     times.served(served(4, 3, 1000, 30.0), now=0.0)  # 30 ms instead of 20
-    assert times.seconds(4, 3, max_num_seqs=4) == pytest.approx(0.030)
+    assert times.seconds(4, 3, max_num_seqs=4) == pytest.approx(0.030, rel=0.001)
     assert 0.015 < times.seconds(4, 0, max_num_seqs=4) < 0.020  # it may be the host, or the rows' contexts
     times.served(served(4, 0, 1000, 10.0), now=0.0)  # 10 ms, as measured
     assert times.seconds(4, 0, max_num_seqs=4) == pytest.approx(0.010, rel=0.02)
