@@ -29,7 +29,7 @@ _SAME_REQUESTS_S = 4.0  # within which reports are not independent
 _REQUESTS_DIFFER = 0.5  # deviation between requests of their hazards' log-odds: a guess
 _AT_MOST_DIFFER = 0.8  # the same, where less would be bold
 _TOKENS_DIFFER = 0.8  # deviation between requests of E(W) - 1, over its mean
-LOWER_90 = 1.834  # standard deviations: one-sided 90 %, for three independent looks together
+LOWER_90 = 1.2816  # standard deviations: one-sided
 
 
 def expected_tokens(hazards_W: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ _SINCE_CHANGE_HALF_LIFE_S = 320.0
 _KEPT_S = 1280
 _ALONE_S = 40.0  # without another change before it: then a change is no swing
 _SAME_CHANGE_S = 6.0  # detections so close are of one change, whose place becomes clearer
-_BETTER = 0.002  # share of the loss by which a fading memory must be better
+_BETTER = 0.01  # share of the loss by which a fading memory must be better
 _BLOCK_S = 8.0  # counts of neighbouring seconds come from the same requests
 
 

@@ -1,8 +1,7 @@
 """The decision: which draft length for which batch size. A pure function of what is believed.
 
 Tokens per second at a batch size of R rows are R x E(K) / T(R, K). K changes only for a gain above the margin, which is
-positive at the lower 90 % bound too (that of three independent looks: they are many), and not before the dwell time
-since the last change is over.
+positive at the lower 90 % bound too, and not before the dwell time since the last change is over.
 
 Under the same traffic the margin doubles with every change of a batch size after the first, and comes back with time:
 what is found better now and worse again differs by less than can be told, and trying on costs more than it gains.

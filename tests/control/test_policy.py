@@ -84,13 +84,13 @@ def test_unknown_step_times_change_nothing() -> None:
     assert found[4].draft_len == 3 and "not known" in found[4].reason
 
 
-def test_the_lower_bound_is_the_one_sided_90_percent_bound_of_three_looks_together() -> None:
+def test_the_lower_bound_is_the_one_sided_90_percent_bound() -> None:
     rng = np.random.default_rng(0)
     known = belief([0.6] * 5, deviation=0.03)
     found = verdict(5, known, rows=16)
     current, best = 5, found.best
     ratios = []
-    for _ in range(12000):
+    for _ in range(4000):
         tokens = expected_tokens(np.clip(rng.normal(known.hazards, 0.03), 0, 1))
         ratios.append(tokens[best] / seconds(16, best) / (tokens[current] / seconds(16, current)) - 1)
-    assert found.lower == pytest.approx(np.quantile(ratios, 0.1 / 3), rel=0.02)
+    assert found.lower == pytest.approx(np.quantile(ratios, 0.1), rel=0.02)

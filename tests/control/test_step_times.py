@@ -58,7 +58,7 @@ def test_a_busy_host_and_long_contexts_are_told_apart(factor: float, row_s: floa
         times.served(served(rows, draft_len, 1000, 1000 * (factor * start_up(rows, draft_len) + rows * row_s)), now=0.0)
     for rows in (1, 8, 16):
         expected = factor * start_up(rows, 0) + rows * row_s
-        assert times.seconds(rows, 0, max_num_seqs=16) == pytest.approx(expected, rel=0.04)
+        assert times.seconds(rows, 0, max_num_seqs=16) == pytest.approx(expected, rel=0.06)
 
 
 def test_unmeasured_pairs_are_interpolated() -> None:
