@@ -51,6 +51,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--variants", type=Path, default=Path(__file__).with_name("train_variants.json"))
+    parser.add_argument(
+        "--groups", nargs="+", help="of the variants file; all by default. Five at once cost 75 s a run"
+    )
     parser.add_argument("--mask-token-id", type=int, required=True)
     parser.add_argument("--num-layers", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=16)
@@ -247,7 +250,10 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     job = job_of(args)
     job.raw_config()
-    groups = [*json.loads(args.variants.read_text())["groups"], *([_HEAD] if args.drafter else [])]
+    known = json.loads(args.variants.read_text())["groups"]
+    if unknown := sorted(set(args.groups or []) - set(known)):
+        raise SystemExit(f"--groups: there is no {unknown[0]!r}; there are {', '.join(known)}")
+    groups = [*(args.groups or known), *([_HEAD] if args.drafter else [])]
     for group in groups:
         results_file(args, group).unlink(missing_ok=True)
     corpus = args.work_dir / _CORPUS

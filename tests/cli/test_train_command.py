@@ -114,13 +114,17 @@ def test_cut_drafters_are_measured_with_their_head(model: Path, work: Path, tmp_
     prompts.write_text(json.dumps({"set": MESSAGES}))
     cut = ["cut-head", "--model", model, "--drafter", work / "run" / "drafter", "--work-dir", work]
     lengths = {}
-    for rows in (1, byte_level().vocab_size):
+    counts = token_counts(Corpus.load([work / "corpus-0.npz"]), byte_level().vocab_size)
+    written = int((counts > 0).sum())
+    sizes = (1, written, byte_level().vocab_size)
+    for rows in sizes:
         run(*cut, "--rows", rows, "--out", tmp_path / str(rows))
-    for name in (work / "run" / "drafter", tmp_path / "1", tmp_path / str(byte_level().vocab_size)):
+    for name in (work / "run" / "drafter", *[tmp_path / str(rows) for rows in sizes]):
         out = tmp_path / "report.json"
         run("eval-drafter", "--model", model, "--drafter", name, "--prompts", prompts, "--max-new", 24, "--json", out)
         lengths[name.name] = json.loads(out.read_text())["set"]["acceptance_length"]
     assert lengths["drafter"] == lengths[str(byte_level().vocab_size)] > lengths["1"]
+    assert lengths[str(written)] >= lengths["drafter"]  # every id of these texts is kept
 
     weights = load_file(tmp_path / "1" / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, tmp_path / "1" / "model.safetensors")
