@@ -234,7 +234,7 @@ def test_every_pair_under_rejection_sampling(
     setting = {name: values[-1] for name, values in VERIFIED.items()}
     setting |= {"pipeline_depth": depth, "draft_sampling": draft_sampling}
     setting |= {"decode_programs": ("eager", "repeated")[depth]}
-    assert_distributed(compared(models, reference, setting, covering_array(DRAWN), num_draws=40, seed=depth))
+    assert_distributed(compared(models, reference, setting, covering_array(DRAWN), num_draws=60, seed=depth))
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_random_draws(models: tuple[Path, Path], plain: LLM, part: int) -> None:
         rng = random.Random(number)
         rows = [drawn_values(rng, REQUEST) for _ in range(6)]
         accepted += check_exact(models, plain, drawn_values(rng, ENGINE), rows, seed=number)
-    assert accepted > 1000
+    assert accepted > 500
 
 
 @pytest.mark.slow
