@@ -21,13 +21,13 @@ _MAX_LOGITS = 1 << 24  # numbers in the logits of one head call, over all ranks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkScores:
-    """Scores of one chunk on the device; parts of at most a head call each."""
+    """Scores of one chunk, on their way to the host; parts of at most a head call each."""
 
     init: SlotInit
     parts: tuple[LogprobTensors, ...]
 
     def message(self) -> PromptScores:
-        """Copies to the host."""
+        """Once the step is done."""
         entries = [
             entry
             for part in self.parts
@@ -62,7 +62,7 @@ def score_prompts(
             hidden_MH = hidden_NH[start : start + len(chunk.scored_next)]
             next_M = upload(chunk.scored_next, hidden_NH.device)
             parts = [
-                token_logprobs(target.logits(part_MH), part_M, top_n=init.num_prompt_logprobs, tp=tp)
+                token_logprobs(target.logits(part_MH), part_M, top_n=init.num_prompt_logprobs, tp=tp).sent_to_host()
                 for part_MH, part_M in zip(hidden_MH.split(rows_per_call), next_M.split(rows_per_call), strict=True)
             ]
             scores.append(ChunkScores(init=init, parts=tuple(parts)))

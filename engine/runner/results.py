@@ -35,7 +35,7 @@ class LogprobRows:
     def of(
         cls, decision: Decision, inits: Sequence[SlotInit], logits_MV: torch.Tensor, num_decode: int, tp: TpGroup
     ) -> Self | None:
-        """Raw-model log-probabilities, on the device. None: no row asked.
+        """Raw-model log-probabilities, on their way to the host. None: no row asked.
 
         logits_MV: K + 1 rows of each decode row, then one of each prompt that ended.
         """
@@ -54,10 +54,10 @@ class LogprobRows:
         tensors = token_logprobs(
             logits_MV[index_M], tokens_M[index_M], top_n=max([inits[i].num_logprobs for i in rows]), tp=tp
         )
-        return cls(rows=rows, num_decode=num_decode, num_columns=columns, tensors=tensors)
+        return cls(rows=rows, num_decode=num_decode, num_columns=columns, tensors=tensors.sent_to_host())
 
     def messages(self, inits: Sequence[SlotInit], emitted: list[int]) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """The emitted tokens' log-probabilities by row. Copies to the host."""
+        """The emitted tokens' log-probabilities by row, once the step is done."""
         widths = [self.num_columns if i < self.num_decode else 1 for i in self.rows]
         tops = [inits[i].num_logprobs for i, width in zip(self.rows, widths, strict=True) for _ in range(width)]
         messages = to_messages(self.tensors, tops)

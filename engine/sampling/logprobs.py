@@ -3,7 +3,7 @@
 Shape letters: M emitted tokens, V local vocabulary shard, n alternatives.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from engine.step import TokenLogprobs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobTensors:
-    """Log-probabilities of M tokens on the device.
+    """Log-probabilities of M tokens, on the device or on their way to the host.
 
     token_M int64, logprob_M float32, rank_M int64 (1 + number of strictly more likely tokens), top_ids_Mn int64 and
     top_logprobs_Mn float32, best first, equal values by ascending id.
@@ -25,6 +25,13 @@ class LogprobTensors:
     rank_M: Tensor
     top_ids_Mn: Tensor
     top_logprobs_Mn: Tensor
+
+    def sent_to_host(self) -> "LogprobTensors":
+        """Copies queued behind what is computed here, into pinned memory: right once the step is done, and then read
+        without waiting for a later one."""
+        return LogprobTensors(
+            **{field.name: getattr(self, field.name).to("cpu", non_blocking=True) for field in fields(self)}
+        )
 
 
 def token_logprobs(logits_MV: Tensor, token_M: Tensor, *, top_n: int, tp: VocabGroup) -> LogprobTensors:
@@ -63,7 +70,7 @@ def top_ids(logits_MV: Tensor, n: int) -> Tensor:
 
 
 def to_messages(tensors: LogprobTensors, num_logprobs: list[int]) -> tuple[TokenLogprobs, ...]:
-    """The tensors as messages; `num_logprobs[i]` alternatives are kept for token i. Copies to the host."""
+    """The tensors as messages; `num_logprobs[i]` alternatives are kept for token i."""
     token_ids = tensors.token_M.tolist()
     assert len(token_ids) == len(num_logprobs), (len(token_ids), len(num_logprobs))
     logprobs, ranks = tensors.logprob_M.tolist(), tensors.rank_M.tolist()

@@ -1,5 +1,7 @@
 """Laws of the captured programs, on a GPU: the tokens of the CPU engine, and no wait for the device in the loop."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,9 +47,12 @@ def test_random_schedules_equal_the_cpu(models, seed, block_size):
 def test_the_loop_never_waits_for_the_device(models):
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (5, 23, 40, 3, 17, 30)]
+    more: list[dict[str, Any]] = [{}, {}, {"logprobs": 2}, {}, {"logit_bias": {9: 2.0}}, {"prompt_logprobs": 1}]
     params = [
-        SamplingParams(temperature=t, top_p=p, seed=i, max_tokens=12 + 3 * i, ignore_eos=True, min_tokens=i % 2)
-        for i, (t, p) in enumerate(((0.0, 1.0), (0.8, 1.0), (0.0, 1.0), (0.9, 0.7), (0.0, 1.0), (0.0, 1.0)))
+        SamplingParams(temperature=t, top_p=p, seed=i, max_tokens=12 + 3 * i, ignore_eos=True, min_tokens=i % 2, **own)
+        for i, (own, (t, p)) in enumerate(
+            zip(more, ((0.0, 1.0), (0.8, 1.0), (0.0, 1.0), (0.9, 0.7), (0.0, 1.0), (0.0, 1.0)), strict=True)
+        )
     ]
     with build(models, "graphs", device="cuda", pipeline_depth=1) as llm:
         first = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
