@@ -290,6 +290,9 @@ def build_rank(
     """The default factory: loads this rank's shard of target and drafter onto its device, or simulates one."""
     # Ray sets OMP_NUM_THREADS=1 for actors without CPUs; libraries that read it after torch shall agree.
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+    # Between two steps its threads spin 0.2 ms for work, then sleep: by default they spin longer than the replica takes
+    # to send what the last step made, for which it needs a core.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
     from engine.core import EngineCore
     from engine.rank_factory import make_rank

@@ -1,7 +1,8 @@
 """Many CPU kernels as one call: the threads go from one to the next by themselves, without Python in between.
 
 A kernel is a `void f(i64* job)` that any number of threads may run at once on one job, sharing its work out through
-counters in the job that are 0 at the start. A program holds every job in one array of 64-bit words.
+counters in the job that are 0 at the start; it returns when all of it is taken, and does nothing if that was before. A
+program holds every job in one array of 64-bit words.
 """
 
 import ctypes
@@ -12,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from engine.layers.cpu_jit import compile_ir
-from engine.layers.cpu_program_ir import MODULE, PROGRAM_NUM_PHASES, PROGRAM_PHASES
+from engine.layers.cpu_program_ir import (
+    MODULE,
+    PHASE_JOB,
+    PHASE_KERNEL,
+    PHASE_WORDS,
+    PROGRAM_NUM_PHASES,
+    PROGRAM_PHASES,
+)
 
 _LINE = 8  # words of a cache line
 
@@ -61,7 +69,7 @@ class TeamProgram:
 
     def close(self) -> int:
         """Lays the program out; what to add to indices given before."""
-        head = -(-(PROGRAM_PHASES + 2 * len(self._phases)) // _LINE) * _LINE
+        head = PROGRAM_PHASES + PHASE_WORDS * len(self._phases)
         room = np.zeros(head + len(self._jobs) + _LINE, dtype=np.int64)
         skip = -(room.ctypes.data // 8) % _LINE
         self.words = room[skip : skip + head + len(self._jobs)]
@@ -72,8 +80,9 @@ class TeamProgram:
         for at in self._addresses:
             self.words[head + at] = base + 8 * (head + self._jobs[at])
         for i, (kernel, at) in enumerate(self._phases):
-            self.words[PROGRAM_PHASES + 2 * i] = kernel
-            self.words[PROGRAM_PHASES + 2 * i + 1] = base + 8 * (head + at)
+            phase = PROGRAM_PHASES + PHASE_WORDS * i
+            self.words[phase + PHASE_KERNEL] = kernel
+            self.words[phase + PHASE_JOB] = base + 8 * (head + at)
         return head
 
     def run(self) -> None:

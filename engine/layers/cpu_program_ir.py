@@ -1,45 +1,52 @@
 """LLVM IR of the runner behind `engine.layers.cpu_program`: a list of kernels, each run by the whole team in turn.
 
-A barrier between two phases is one shared counter that only grows: a thread adds itself and waits until all have. It
-spins, because phases last microseconds, and gives its core away when another program seems to hold the last thread's.
+A kernel returns when no work is left to take. A phase is over when one thread has returned and none is inside: nobody
+waits for a thread that has not come. Where other programs hold its core the rest do its share; when it comes, phases
+that are over have no work for it. A thread that waits for one inside spins, as phases last microseconds, and gives its
+core away when the other seems to have lost its own.
 """
 
-PROGRAM_NUM_PHASES = 0  # 64-bit words of a program's head; counters have cache lines of their own
-PROGRAM_ARRIVED = 8
-PROGRAM_PHASES = 16  # pairs: address of a `void f(i64* job)`, address of the job
+PROGRAM_NUM_PHASES = 0  # 64-bit words of a program's head
+PROGRAM_PHASES = 8  # where the phases begin, a cache line each
+PHASE_WORDS = 8
+PHASE_KERNEL = 0  # address of a `void f(i64* job)`
+PHASE_JOB = 1
+PHASE_STATE = 2  # low half: threads that have entered; high half: those that have returned
 _SPINS = 4000  # pauses before the core is given away: some 50 us
+_RETURNED = 1 << 32
 
 MODULE = f"""
-declare i32 @omp_get_num_threads()
 declare i32 @sched_yield()
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
 declare void @llvm.x86.sse2.pause()
 
 define internal void @member(ptr %program) {{
 entry:
-  %team_32 = call i32 @omp_get_num_threads()
-  %team = zext i32 %team_32 to i64
   %at.num = getelementptr i64, ptr %program, i64 {PROGRAM_NUM_PHASES}
   %num = load i64, ptr %at.num
-  %arrived = getelementptr i64, ptr %program, i64 {PROGRAM_ARRIVED}
   %phases = getelementptr i64, ptr %program, i64 {PROGRAM_PHASES}
   br label %phase
 phase:
-  %p = phi i64 [0, %entry], [%p_next, %passed]
-  %all = phi i64 [%team, %entry], [%all_next, %passed]
-  %word = mul i64 %p, 2
-  %at.kernel = getelementptr i64, ptr %phases, i64 %word
+  %p = phi i64 [0, %entry], [%p_next, %over]
+  %word = mul i64 %p, {PHASE_WORDS}
+  %at = getelementptr i64, ptr %phases, i64 %word
+  %at.kernel = getelementptr i64, ptr %at, i64 {PHASE_KERNEL}
   %kernel = load ptr, ptr %at.kernel
-  %at.job = getelementptr i64, ptr %at.kernel, i64 1
+  %at.job = getelementptr i64, ptr %at, i64 {PHASE_JOB}
   %job = load ptr, ptr %at.job
+  %state = getelementptr i64, ptr %at, i64 {PHASE_STATE}
+  %before = atomicrmw add ptr %state, i64 1 acq_rel
   call void %kernel(ptr %job)
-  %before = atomicrmw add ptr %arrived, i64 1 acq_rel
+  %after = atomicrmw add ptr %state, i64 {_RETURNED} acq_rel
   br label %wait
 wait:
   %spins = phi i64 [0, %phase], [%spins_next, %again]
-  %seen = load atomic i64, ptr %arrived acquire, align 8
-  %is_last = icmp sge i64 %seen, %all
-  br i1 %is_last, label %passed, label %spin
+  %seen = load atomic i64, ptr %state acquire, align 8
+  %entered = trunc i64 %seen to i32
+  %high = lshr i64 %seen, 32
+  %returned = trunc i64 %high to i32
+  %nobody_inside = icmp eq i32 %entered, %returned
+  br i1 %nobody_inside, label %over, label %spin
 spin:
   call void @llvm.x86.sse2.pause()
   %spins_next = add i64 %spins, 1
@@ -50,9 +57,8 @@ yield:
   br label %again
 again:
   br label %wait
-passed:
+over:
   %p_next = add i64 %p, 1
-  %all_next = add i64 %all, %team
   %more = icmp slt i64 %p_next, %num
   br i1 %more, label %phase, label %done
 done:
