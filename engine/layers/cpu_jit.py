@@ -85,7 +85,7 @@ def compile_ir(text: str, *, optimise: bool = False) -> Any:
         raise RuntimeError("torch does not run on GNU OpenMP here")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    for name, library in (("GOMP_parallel", openmp), ("sched_yield", ctypes.CDLL(None))):
+    for name, library in (("GOMP_parallel", openmp), ("usleep", ctypes.CDLL(None))):
         llvm.add_symbol(name, ctypes.cast(library[name], ctypes.c_void_p).value)
     module = llvm.parse_assembly(text)
     module.verify()
