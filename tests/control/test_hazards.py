@@ -54,6 +54,27 @@ def test_gradients_equal_differences(hazards: np.ndarray) -> None:
         assert np.allclose(gradients[:, index], difference, atol=1e-6)
 
 
+@pytest.mark.parametrize("counted_at", [0, 3, 15])
+def test_tokens_are_those_of_a_schedule_whatever_length_the_hazards_were_counted_at(counted_at: int) -> None:
+    """Requests of equal length that differ in their log-odds; at K each is in so many steps as it needs there."""
+    rng = np.random.default_rng(0)
+    hazards = 1.0 / (1.0 + np.exp(-(1.2 + 0.5 * rng.standard_normal((4000, 1)))))
+    survival = np.cumprod(np.repeat(hazards, 15, axis=1), axis=1)
+    of_request = np.concatenate([np.ones((4000, 1)), 1.0 + np.cumsum(survival, axis=1)], axis=1)
+    steps = 1.0 / of_request[:, counted_at]
+    alive = np.concatenate([np.ones((4000, 1)), survival[:, :-1]], axis=1)
+    counted = (steps @ (alive * hazards)) / (steps @ alive)
+    truth = 1.0 / (1.0 / of_request).mean(axis=0)  # tokens over steps, if all steps are at K
+    origins = np.zeros(16)
+    origins[counted_at] = 1.0
+    found = Belief.of(counted, np.zeros((15, 15)), origins=origins).tokens
+    uncorrected = Belief.of(counted, np.zeros((15, 15))).tokens
+    wrong, wrong_uncorrected = (np.abs(tokens / truth - 1.0) for tokens in (found, uncorrected))
+    assert wrong[:8].max() < 0.01 and wrong.max() < 0.035
+    if counted_at == 0:
+        assert wrong_uncorrected[5] > 0.03 and wrong_uncorrected[15] > 0.08
+
+
 @pytest.mark.parametrize("request_spread", [0.0, 0.15])
 def test_the_deviation_of_a_gain_is_what_repeated_trials_show(request_spread: float) -> None:
     """Reports of a few requests each; the requests differ by `request_spread` in hazard."""
@@ -119,3 +140,27 @@ def test_reports_of_the_same_few_requests_do_not_pass_for_a_change() -> None:
         accepted = rng.binomial(40, hazards)[:, None]
         false_alarms += changed_since(times, at_risk, accepted, weights, deviations=4.5) is not None
     assert false_alarms <= 12
+
+
+@pytest.mark.parametrize(("num_running", "is_change"), [(64, True), (4, False)])
+def test_what_a_few_requests_do_is_no_change_of_traffic(num_running: int, is_change: bool) -> None:
+    times = np.arange(40) * 0.25
+    weights = np.exp2((times - times[-1]) / 5)
+    rng = np.random.default_rng(1)
+    hazards = np.where(times > 6.0, 0.85, 0.5)[:, None].repeat(4, axis=1)
+    alive = np.full((40, 1), 200)
+    at_risk, accepted = [], []
+    for position in range(4):
+        at_risk.append(alive[:, 0])
+        alive = rng.binomial(alive[:, 0], hazards[:, position])[:, None]
+        accepted.append(alive[:, 0])
+    found = changed_since(
+        times,
+        np.array(at_risk).T,
+        np.array(accepted).T,
+        weights,
+        deviations=4.5,
+        ended_P=np.full(40, num_running / 40),
+        num_running=num_running,
+    )
+    assert (found is not None) is is_change

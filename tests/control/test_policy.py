@@ -94,3 +94,37 @@ def test_the_lower_bound_is_the_one_sided_90_percent_bound() -> None:
         tokens = expected_tokens(np.clip(rng.normal(known.hazards, 0.03), 0, 1))
         ratios.append(tokens[best] / seconds(16, best) / (tokens[current] / seconds(16, current)) - 1)
     assert found.lower == pytest.approx(np.quantile(ratios, 0.1), rel=0.02)
+
+
+def test_to_and_fro_needs_a_larger_gain_each_time_until_the_traffic_changes() -> None:
+    easy = belief([0.9] * 5)
+    rate = {k: float(easy.tokens[k]) / seconds(1, k) for k in LENGTHS}
+    gain = rate[5] / rate[3] - 1
+    rules = Rules(margin=gain / 3, dwell_s=5.0)
+
+    def changes(moves: float, *, since: float = 90.0, same_since: float = -np.inf) -> bool:
+        schedule = {1: Setting(draft_len=3, since=since, moves=moves)}
+        found = decide(
+            schedule,
+            draft_lens=LENGTHS,
+            belief=easy,
+            step_seconds=seconds,
+            now=100.0,
+            rules=rules,
+            same_since=same_since,
+        )
+        after = apply(schedule, found, now=100.0, same_since=same_since)[1]
+        if found[1].changes:
+            assert after.moves == pytest.approx(1.0 if since < same_since else moves + 1.0, rel=0.1)
+        return found[1].changes
+
+    assert changes(0.0) and changes(1.0) and changes(2.0) and not changes(3.0)
+    assert changes(3.0, same_since=95.0), "other traffic: all over again"
+
+
+def test_the_first_change_and_those_at_idle_batch_sizes_are_no_to_and_fro() -> None:
+    easy = belief([0.9] * 5)
+    schedule = {1: Setting(draft_len=0), 2: Setting(draft_len=0, since=0.0), 4: Setting(draft_len=0, since=0.0)}
+    found = decide(schedule, draft_lens=LENGTHS, belief=easy, step_seconds=seconds, now=100.0, rules=RULES)
+    after = apply(schedule, found, now=100.0, idle=[4])
+    assert [setting.moves for setting in after.values()] == [0.0, 1.0, 0.0]

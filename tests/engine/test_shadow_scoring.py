@@ -220,6 +220,23 @@ def test_the_share_holds_with_noisy_steps() -> None:
     assert 0.008 < extra_s / total_s < 0.012
 
 
+def test_small_batches_pay_for_what_large_ones_save() -> None:
+    """Scoring costs an eighth of a step for each row, of which there are one or eight in turn."""
+    budget, row_s, extra_row_s = ShadowBudget(0.01), 0.0, 0.0
+    num_scored = {1: 0, 8: 0}
+    for step in range(40_000):
+        rows = 1 if step // 100 % 2 else 8
+        is_due = budget.is_due((rows, 0))
+        duration_s = 1.0 + rows / 8 * is_due
+        num_scored[rows] += is_due
+        row_s += rows * duration_s
+        extra_row_s += rows * (duration_s - 1.0)
+        budget.save(rows, duration_s)
+        (budget.read_shadow if is_due else budget.read_ordinary)((rows, 0), duration_s)
+    assert extra_row_s / row_s < 0.011 and sum(num_scored.values()) > 300
+    assert num_scored[1] > 4 * num_scored[8] > 0
+
+
 def test_nothing_is_scored_at_full_length_or_once_the_gate_has_tripped() -> None:
     core, recorder = simulated(7, 0.5)
     run(core, 10)
