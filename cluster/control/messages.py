@@ -14,7 +14,7 @@ from engine.speculative.counters import CounterSnapshot, StepTime
 from engine.speculative.schedule import Version
 
 PROTOCOL_VERSION = 1
-SHADOW_TIME_SHARE = 0.001  # of device time, for counts at draft lengths that are not in force
+SHADOW_TIME_SHARE = 0.01  # of device time at first, for counts at draft lengths that are not in force
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

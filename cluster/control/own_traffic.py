@@ -12,7 +12,7 @@ from cluster.control.hazards import Belief
 from cluster.control.record import Record
 
 _HALF_LIVES_S = np.array([20.0, 80.0, 320.0])
-_BETTER = 0.02  # share of the loss by which an own memory must be better: less is passing composition
+_BETTER = 0.01  # share of the loss by which an own memory must be better: less is passing composition
 _PRIOR_ROWS = 20.0  # of the cluster's hazard
 _REQUESTS_DIFFER = 5.0  # times the variance that chance alone gives: a request's rows are alike
 

@@ -14,7 +14,7 @@ from cluster.simulate.acceptance import DRAWS
 from cluster.simulate.intake import Intake, Started
 from cluster.simulate.lanes import NOISE_STEPS, Lanes, Run, World
 from cluster.simulate.tallies import ALL_RIGHT, CODES, Tallies
-from engine.speculative.shadow import MIN_GAP
+from engine.speculative.shadow import MIN_GAP, share_of_budget
 
 _LOOK_EVERY = 4  # sweeps of which one is kept for hindsight
 
@@ -173,7 +173,7 @@ class Fleet:
 
     def _save(self, sel: np.ndarray, rows: np.ndarray, seconds: np.ndarray) -> None:
         """Any step saves up for shadow steps."""
-        saved = SHADOW_TIME_SHARE * seconds
+        saved = SHADOW_TIME_SHARE * share_of_budget(self.tallies.busy_s_L[sel]) * seconds
         self.lanes.shadow_saved_s_L[sel] += saved
         self.lanes.shadow_saved_row_s_L[sel] += saved * rows
 

@@ -11,6 +11,7 @@ each position is counted once: up to the row's own k by the verify, beyond it he
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any
 
 from engine.sequence import Sequence, SequenceState
 from engine.speculative.counters import SpeculationCounters
@@ -19,12 +20,19 @@ from engine.step import StepPlan, StepResult
 MIN_GAP = 8  # steps from one that drafts for scoring to the next, however little it costs
 _SMOOTHING = 0.1  # weight of a new duration in the running means
 
+_FIRST_S, _LATER = 30.0, 0.1
+
 Key = tuple[int, int]  # (rows of the program, K in force)
+
+
+def share_of_budget(device_time_s: Any) -> Any:
+    """What part of its time share scoring may take, so long after the engine's start; also of an array."""
+    return _LATER + (1.0 - _LATER) * (device_time_s < _FIRST_S)
 
 
 class ShadowBudget:
     """Which steps can be afforded: what they cost beyond an ordinary one is at most `time_share` of device time, and of
-    the time that requests spend in steps.
+    the time that requests spend in steps; a tenth of it once the first half minute has told what there is to learn.
 
     The second account counts a second once for each row. It lets small batches pay, whose delay few requests share.
     Ordinary steps save up; one that drafts for scoring is due when its cost is there, which is known from the last ones
@@ -33,6 +41,7 @@ class ShadowBudget:
 
     def __init__(self, time_share: float) -> None:
         self._time_share = time_share
+        self._seen_s = 0.0
         self._saved_s = 0.0
         self._saved_row_s = 0.0
         self._gap = 0
@@ -52,7 +61,8 @@ class ShadowBudget:
 
     def save(self, num_rows: int, duration_s: float) -> None:
         """Any step took so long; num_rows: those that decoded."""
-        self._add(self._time_share * duration_s, num_rows)
+        self._add(self._time_share * share_of_budget(self._seen_s) * duration_s, num_rows)
+        self._seen_s += duration_s
 
     def read_ordinary(self, key: Key, duration_s: float) -> None:
         """A step that could have drafted for scoring and did not."""

@@ -194,7 +194,8 @@ def test_it_costs_at_most_its_share_and_uses_it(draft_len: int) -> None:
     run(core, 100)
     counters = core.counters()
     steps = sum(cell.steps for cell in counters.cells)
-    assert 0.005 < counters.shadow_time_s / counters.device_time_s <= 0.0101
+    allowed_s = 0.01 * min(counters.device_time_s, 30.0) + 0.001 * max(counters.device_time_s - 30.0, 0.0)
+    assert 0.5 < counters.shadow_time_s / allowed_s <= 1.01
     extra_s = counters.device_time_s - _device_time_without(draft_len)
     assert counters.shadow_time_s == pytest.approx(extra_s, rel=0.02)
     assert recorder.num_shadow_steps < steps / 8
@@ -217,7 +218,10 @@ def test_the_share_holds_with_noisy_steps() -> None:
         total_s += duration_s
         budget.save(1, duration_s)
         (budget.read_shadow if is_due else budget.read_ordinary)((1, 0), duration_s)
-    assert 0.008 < extra_s / total_s < 0.012
+        if total_s < 30:
+            early_s = extra_s
+    assert early_s <= 0.01 * 31
+    assert 0.0009 < extra_s / total_s < 0.0013, "a tenth of the share later"
 
 
 def test_small_batches_pay_for_what_large_ones_save() -> None:
@@ -233,8 +237,8 @@ def test_small_batches_pay_for_what_large_ones_save() -> None:
         extra_row_s += rows * (duration_s - 1.0)
         budget.save(rows, duration_s)
         (budget.read_shadow if is_due else budget.read_ordinary)((rows, 0), duration_s)
-    assert extra_row_s / row_s < 0.011 and sum(num_scored.values()) > 300
-    assert num_scored[1] > 4 * num_scored[8] > 0
+    assert extra_row_s / row_s < 0.0012 and sum(num_scored.values()) > 100
+    assert num_scored[1] > 4 * num_scored[8]
 
 
 def test_nothing_is_scored_at_full_length_or_once_the_gate_has_tripped() -> None:
