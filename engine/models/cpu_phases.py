@@ -99,7 +99,7 @@ class CpuPhases:
 
     def norm(self, norm: RMSNorm, x: Tensor, delta: Tensor | None, total: Tensor, out: Tensor) -> int:
         """out = norm of x; with delta: of total = x + delta. Returns the index of the job."""
-        job = {
+        job: dict[int, int] = {
             NormWord.X: x.data_ptr(),
             NormWord.OUT: out.data_ptr(),
             NormWord.WEIGHT: norm.weight.data_ptr(),
@@ -117,7 +117,7 @@ class CpuPhases:
         job = {GemmWord.LAYER: matrix.address, GemmWord.X: x.data_ptr(), GemmWord.OUT: out.data_ptr()}
         if isinstance(matrix, Int8Matrix):
             pairs, scale = self._shared_room(matrix.k, torch.int16), self._shared_room(1, torch.float32)
-            quantise = {
+            quantise: dict[int, int] = {
                 QuantiseWord.X: x.data_ptr(),
                 QuantiseWord.PAIRS: pairs.data_ptr(),
                 QuantiseWord.ROW_SCALE: scale.data_ptr(),
@@ -144,7 +144,7 @@ class CpuPhases:
     ) -> None:
         """Rotated queries to q, keys and values to the cache. first: the column of qkv where they begin."""
         num_kv_heads, head_dim = kv[0].shape[-2:]
-        job = {
+        job: dict[int, int] = {
             RotateWord.QKV: qkv.data_ptr() + first * qkv.element_size(),
             RotateWord.QKV_STRIDE: qkv.shape[1],
             RotateWord.Q: 0 if q is None else q.data_ptr(),
@@ -172,7 +172,7 @@ class CpuPhases:
     def silu(self, layer: "DecoderLayer", gate_up: Tensor) -> None:
         """The operand of the layer's last matrix."""
         out = self.operand(layer.down)
-        job = {
+        job: dict[int, int] = {
             SiluWord.X: gate_up.data_ptr(),
             SiluWord.OUT: out.data_ptr(),
             SiluWord.SIZE: layer.mlp_size,
