@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -74,12 +75,15 @@ class EngineRank:
             # A Ray actor sees only its own GPU; processes started by hand see all of them.
             device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        say("loading the target")
-        target = load_target(config, self.tp)
-        drafter = None
-        if config.drafter is not None:
-            say("loading the drafter")
-            drafter = load_drafter(config, self.tp)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            # Writing zeros to a CPU's cache takes seconds per GiB, in which the weights can be read.
+            on_cpu = beside.submit(KvCache.create, config, self.tp) if device.type == "cpu" else None
+            say("loading the target")
+            target = load_target(config, self.tp)
+            drafter = None
+            if config.drafter is not None:
+                say("loading the drafter")
+                drafter = load_drafter(config, self.tp)
         measured = config.num_blocks == 0
         if measured:
             say("measuring the GPU's memory")
@@ -91,7 +95,7 @@ class EngineRank:
                 config=config,
                 target=target,
                 drafter=drafter,
-                kv=KvCache.create(config, self.tp),
+                kv=KvCache.create(config, self.tp) if on_cpu is None else on_cpu.result(),
                 tp=self.tp,
                 device=device,
                 progress=say,

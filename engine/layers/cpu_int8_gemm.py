@@ -31,7 +31,8 @@ def pack_int8(weight_OK: Tensor) -> tuple[Tensor, Tensor]:
     wide[:o] = weight_OK.detach()
     scale = wide.abs().amax(dim=1) / WEIGHT_MAX
     rounded = (wide / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
-    return rounded.view(panels, PANEL, k // 2, 2).permute(0, 2, 1, 3).contiguous(), scale
+    pairs = rounded.view(torch.int16).view(panels, PANEL, k // 2)  # moved together
+    return pairs.transpose(1, 2).contiguous().view(torch.int8).view(panels, k // 2, PANEL, 2), scale
 
 
 class Int8Matrix:
