@@ -1,10 +1,11 @@
-"""What a drafter's cut head costs and saves on a CPU: time of the head alone, and decoding with it, one request.
+"""What makes drafting cheaper on a CPU, and what it costs in drafts: a cut head, weights of 8 bits; one request.
 
     python benchmarks/draft_head.py PROMPTS.json OUT.json --model DIR --drafter FULL --token-counts COUNTS.npy \
-        [--head-rows 8192 16384 32768] [--draft-lens 5 15]
+        [--head-rows 8192 16384 32768] [--draft-lens 5 15] [--exact]
 
 Makes the cut drafters in a temporary directory, as `dflash cut-head` does. Rows are interleaved round by round, so
-that other load on the machine hits all alike; times are medians. Output is checked to be the same with every head.
+that other load on the machine hits all alike; times are medians. Output is checked to be the same with every head. With
+--exact the drafter also runs with its weights as they are, not rounded to 8 bits.
 """
 
 import argparse
@@ -34,7 +35,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--token-counts", type=Path, required=True)
-    parser.add_argument("--head-rows", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--head-rows", type=int, nargs="*", default=[8192, 16384, 32768])
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[5, 15])
     parser.add_argument("--sets", nargs="+", default=["gsm8k", "humaneval"])
     parser.add_argument("--num-prompts", type=int, default=4)
@@ -86,7 +88,9 @@ def main() -> None:
             ids = most_frequent(counts, size, always=target.eos_token_ids)
             drafters[size] = Path(directory) / str(size)
             cut_head(args.model, args.drafter, ids, drafters[size])
-        engines = {size: engine(args, path) for size, path in drafters.items()}
+        engines = {f"{size} ids, 8 bits": engine(args, path, "int8") for size, path in drafters.items()}
+        if args.exact:
+            engines[f"{target.vocab_size} ids, bfloat16"] = engine(args, args.drafter, "model")
         record["share_of_counted_tokens"] = {
             size: round(float(np.sort(counts)[-size:].sum() / counts.sum()), 5) for size in sizes
         }
@@ -99,13 +103,14 @@ def main() -> None:
         print(json.dumps(row))
 
 
-def engine(args: argparse.Namespace, drafter: Path) -> LLM:
+def engine(args: argparse.Namespace, drafter: Path, weights: str) -> LLM:
     longest = max(args.draft_lens)
     return LLM(
         str(args.model),
         speculative_config=DFlashDecodingConfig(max_draft_len=longest, speculative_model=str(drafter)),
         draft_len_choices=sorted({0, *args.draft_lens}),
         dtype="bfloat16",
+        drafter_weights=weights,
         threads=args.threads,
         max_num_seqs=1,
         max_model_len=1024,
@@ -115,16 +120,16 @@ def engine(args: argparse.Namespace, drafter: Path) -> LLM:
     )
 
 
-def decode(args: argparse.Namespace, engines: dict[int, LLM], bank: dict[str, list[str]]) -> list[dict[str, Any]]:
+def decode(args: argparse.Namespace, engines: dict[str, LLM], bank: dict[str, list[str]]) -> list[dict[str, Any]]:
     """Acceptance, tokens/s and time of a step for every set, K and head. The first round warms up."""
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
-    found: dict[tuple[str, int, int], list[tuple[float, float, float]]] = {}
+    found: dict[tuple[str, int, str], list[tuple[float, float, float]]] = {}
     texts: dict[tuple[str, int], list[list[int]]] = {}
     version = 0
     for round_index in range(args.rounds + 1):
         for name in args.sets:
             for draft_len in args.draft_lens:
-                for size, llm in engines.items():
+                for head, llm in engines.items():
                     version += 1
                     llm.core.apply_schedule((1, version), {1: draft_len})
                     prompts = [
@@ -137,21 +142,21 @@ def decode(args: argparse.Namespace, engines: dict[int, LLM], bank: dict[str, li
                     steps = after.num_drafts - before.num_drafts
                     accepted = after.num_accepted_tokens - before.num_accepted_tokens
                     if texts.setdefault((name, draft_len), written) != written:
-                        raise SystemExit(f"{name}, K={draft_len}: a head of {size} rows changed the output")
+                        raise SystemExit(f"{name}, K={draft_len}: drafting with {head} changed the output")
                     if round_index:
                         tokens = sum(map(len, written))
                         figures = (tokens / seconds, 1e3 * seconds / steps, 1 + accepted / steps)
-                        found.setdefault((name, draft_len, size), []).append(figures)
+                        found.setdefault((name, draft_len, head), []).append(figures)
     return [
         {
             "set": name,
             "draft_len": draft_len,
-            "head_rows": size,
+            "head": head,
             "acceptance_length": round(rounds[0][2], 3),
             "tokens_per_s": round(statistics.median(r[0] for r in rounds), 2),
             "step_ms": round(statistics.median(r[1] for r in rounds), 2),
         }
-        for (name, draft_len, size), rounds in found.items()
+        for (name, draft_len, head), rounds in found.items()
     ]
 
 
