@@ -72,7 +72,8 @@ class VllmEngine:
             disable_log_stats=False,  # the counters of get_metrics
             attention_backend="FLASH_ATTN",
             # The default ends at 512 tokens, which leaves a decode step of many requests and long drafts without one.
-            compilation_config={"max_cudagraph_capture_size": most * (draft_len + 1)},
+            # Prompts use them too, so that few requests and no drafts get no shorter list.
+            compilation_config={"max_cudagraph_capture_size": max(2048, most * (draft_len + 1))},
         )
         if args.workload == "q8":
             options |= dict(load_format="dummy", skip_tokenizer_init=True)
