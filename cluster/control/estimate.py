@@ -249,11 +249,13 @@ class ControlState:
         replica.own = self._take(line, schedule, replica.verdicts, now)
 
     def _weigh(self, line: Line, schedule: Schedule, belief: Belief, now: float) -> dict[int, Verdict]:
+        limit = line.max_num_seqs
         return policy.decide(
             schedule,
             draft_lens=line.draft_lens,
             belief=belief,
-            step_seconds=lambda rows, draft_len: line.times.seconds(rows, draft_len, max_num_seqs=line.max_num_seqs),
+            step_seconds=lambda rows, draft_len: line.times.seconds(rows, draft_len, max_num_seqs=limit),
+            step_deviation=lambda rows, draft_len: line.times.deviation(rows, draft_len, max_num_seqs=limit),
             now=now,
             rules=self.options.rules,
             idle=line.idle(schedule, now),

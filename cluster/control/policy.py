@@ -67,13 +67,14 @@ def decide(
     step_seconds: StepSeconds,
     now: float,
     rules: Rules,
+    step_deviation: Callable[[int, int], float] = lambda rows, draft_len: 0.0,
     idle: Collection[int] = (),
     same_since: float = -math.inf,
 ) -> dict[int, Verdict]:
     """A verdict for every bound of the schedule.
 
-    same_since: when the traffic last changed. idle: bounds that nobody runs. A small gain is none there, so it waits
-    for another change to ride along with.
+    step_deviation: of the logarithm of step_seconds. same_since: when the traffic last changed. idle: bounds that
+    nobody runs. A small gain is none there, so it waits for another change to ride along with.
     """
     verdicts = {
         bound: _decide_one(
@@ -82,6 +83,7 @@ def decide(
             draft_lens=draft_lens,
             belief=belief,
             step_seconds=step_seconds,
+            step_deviation=step_deviation,
             now=now,
             rules=dataclasses.replace(rules, margin=rules.margin * _strictness(setting, now, same_since)),
         )
@@ -134,6 +136,7 @@ def _decide_one(
     draft_lens: Sequence[int],
     belief: Belief,
     step_seconds: StepSeconds,
+    step_deviation: Callable[[int, int], float],
     now: float,
     rules: Rules,
 ) -> Verdict:
@@ -153,7 +156,9 @@ def _decide_one(
         if rate[best] <= rate[current]:
             break
         log_gain = math.log(rate[best] / rate[current])
-        gain, lower = math.expm1(log_gain), math.expm1(log_gain - LOWER_90 * belief.log_ratio_deviation(best, current))
+        times = (step_deviation(bound, length) for length in (best, current))
+        deviation = math.hypot(belief.log_ratio_deviation(best, current), *times)
+        gain, lower = math.expm1(log_gain), math.expm1(log_gain - LOWER_90 * deviation)
         facts = (
             f"K {best} instead of {current} gains {gain:.1%} tokens/s (lower 90 % bound {lower:.1%}; "
             f"{belief.tokens[current]:.2f} -> {belief.tokens[best]:.2f} tokens, "

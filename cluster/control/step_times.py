@@ -66,6 +66,12 @@ class StepTimes:
         known = self._table.get((bucket, draft_len))
         return known if known is not None else _interpolate(self._table, bucket, draft_len)
 
+    def deviation(self, batch_size: int, draft_len: int, *, max_num_seqs: int) -> float:
+        """Standard deviation of the logarithm of `seconds`: what is served is known, a start-up measurement roughly."""
+        served = self._served.get((batch_bucket(batch_size, max_num_seqs), draft_len))
+        steps = 0.0 if served is None else float(served[0])
+        return _TIME_DEVIATION * (_PRIOR_STEPS / (_PRIOR_STEPS + steps)) ** 0.5
+
     def _current(self) -> dict[Pair, float]:
         factor, row_s = self._correction()
         table = {pair: mean * factor + pair[0] * row_s for pair, (mean, _) in self._measured.items()}

@@ -128,3 +128,23 @@ def test_the_first_change_and_those_at_idle_batch_sizes_are_no_to_and_fro() -> N
     found = decide(schedule, draft_lens=LENGTHS, belief=easy, step_seconds=seconds, now=100.0, rules=RULES)
     after = apply(schedule, found, now=100.0, idle=[4])
     assert [setting.moves for setting in after.values()] == [0.0, 1.0, 0.0]
+
+
+def test_a_gain_that_step_times_may_be_wrong_about_is_not_sure() -> None:
+    known = belief([0.75] * 5)
+    schedule = {1: Setting(draft_len=3, since=0.0)}
+    found = {
+        deviation: decide(
+            schedule,
+            draft_lens=LENGTHS,
+            belief=known,
+            step_seconds=seconds,
+            step_deviation=lambda rows, draft_len, d=deviation: d if draft_len == 5 else 0.0,
+            now=100.0,
+            rules=RULES,
+        )[1]
+        for deviation in (0.0, 0.1)
+    }
+    assert found[0.0].lower == found[0.0].gain == found[0.1].gain > 0.03 and found[0.0].changes
+    assert found[0.1].lower == pytest.approx((1 + found[0.1].gain) * np.exp(-0.12816) - 1, abs=1e-6)
+    assert not found[0.1].changes
