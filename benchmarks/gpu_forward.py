@@ -50,9 +50,9 @@ SHAPES = {
 BLOCK, TAPS, PAGE = 16, 5, 16
 
 
-def engine_config(model: str, sequences: int, context: int) -> EngineConfig:
+def engine_config(model: str, sequences: int, context: int, num_layers: int | None = None) -> EngineConfig:
     shape = {**SHAPES[model], "rms_norm_eps": 1e-6, "rope": RopeConfig(theta=1e6), "max_position_embeddings": 32768}
-    layers = int(shape["num_layers"])
+    layers = shape["num_layers"] = num_layers or int(shape["num_layers"])
     target = TargetConfig(
         architecture="Qwen3ForCausalLM" if model.startswith("qwen") else "LlamaForCausalLM",
         tie_word_embeddings=model == "smollm2",
@@ -96,10 +96,14 @@ def engine_config(model: str, sequences: int, context: int) -> EngineConfig:
 
 
 class Step:
-    """One decode step of `sequences` requests at a context length, K drafts each, on fixed inputs."""
+    """One decode step of `sequences` requests at a context length, K drafts each, on fixed inputs.
 
-    def __init__(self, model: str) -> None:
-        config = engine_config(model, 1, 64)
+    num_layers: of the target, by default all; at least seven.
+    """
+
+    def __init__(self, model: str, num_layers: int | None = None) -> None:
+        self.num_layers = num_layers
+        config = engine_config(model, 1, 64, num_layers)
         assert config.drafter is not None
         tp = TpGroup.solo()
         common = {"dtype": torch.bfloat16, "device": "cuda", "num_positions": 32768, "attention": cuda_paged_attention}
@@ -113,7 +117,7 @@ class Step:
         self.model, self.tp = model, tp
 
     def prepare(self, *, sequences: int, context: int, draft_len: int) -> None:
-        config = engine_config(self.model, sequences, context)
+        config = engine_config(self.model, sequences, context, self.num_layers)
         assert config.drafter is not None
         self.taps = config.drafter.target_layer_ids
         self.kv = KvCache.create(config, self.tp)
@@ -125,7 +129,7 @@ class Step:
         self.ids = torch.randint(0, 1000, (sequences * (draft_len + 1),), device="cuda")
         self.block_ids = torch.randint(0, 1000, (sequences * BLOCK,), device="cuda")
 
-    def _context(self, queries: int, causal: bool) -> tuple[torch.Tensor, AttentionContext]:
+    def context_of(self, queries: int, causal: bool) -> tuple[torch.Tensor, AttentionContext]:
         positions = self.start[:, None] + torch.arange(queries, device="cuda")
         slots = self.table.gather(1, positions // PAGE) * PAGE + positions % PAGE
         group = AttentionGroup(
@@ -140,7 +144,7 @@ class Step:
         return positions.flatten(), AttentionContext(slot_mapping_N=slots.flatten(), groups=(group,))
 
     def run_target(self) -> torch.Tensor:
-        positions, ctx = self._context(self.draft_len + 1, True)
+        positions, ctx = self.context_of(self.draft_len + 1, True)
         out = self.target.forward(self.ids, positions, ctx, self.kv, self.taps)
         self.logits_MV = self.target.logits(out.hidden_NH)
         argmax_pair(self.logits_MV, 0)
@@ -149,7 +153,7 @@ class Step:
         return self.logits_MV
 
     def run_drafter(self) -> torch.Tensor:
-        positions, ctx = self._context(BLOCK, False)
+        positions, ctx = self.context_of(BLOCK, False)
         hidden = self.drafter.forward(self.target.embed(self.block_ids), positions, ctx, self.kv)
         rows = hidden.view(self.start.shape[0], BLOCK, -1)[:, 1 : max(self.draft_len, 1) + 1].flatten(0, 1)
         return argmax_pair(self.target.draft_logits(rows), 0)[1]

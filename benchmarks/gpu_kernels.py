@@ -1,6 +1,6 @@
 """Everything about the CUDA kernels in one call: tests, then the sweeps; each part's output goes to a folder.
 
-    python benchmarks/gpu_kernels.py OUT_DIR --parts tests forward linear attention
+    python benchmarks/gpu_kernels.py OUT_DIR --parts tests forward layer attention
 
 A part that fails or runs out of its time is reported and the next one runs. The last lines say what each did.
 """
@@ -54,8 +54,14 @@ def commands(out: Path) -> dict[str, list[tuple[str, list[str], dict[str, str], 
             *[forward("smollm2", name) for name in variants],
             *[forward("qwen3-8b", name, "--sequences", "1") for name in variants],
         ],
-        "linear": [
-            ("linear", [python, str(HERE / "gpu_linear.py"), "--out", str(out / "gpu_linear.json")], {}, 200),
+        "layer": [
+            (
+                f"layer {model}",
+                [python, str(HERE / "gpu_layer.py"), "--model", model, "--out", str(out / f"gpu_layer_{model}.json")],
+                {},
+                240,
+            )
+            for model in ("smollm2", "qwen3-8b")
         ],
         "attention": [
             ("attention", [python, str(HERE / "gpu_attention.py"), "--out", str(out / "gpu_attention.json")], {}, 160),
@@ -66,7 +72,7 @@ def commands(out: Path) -> dict[str, list[tuple[str, list[str], dict[str, str], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder for the results")
-    parser.add_argument("--parts", nargs="+", default=["tests", "forward", "linear", "attention"])
+    parser.add_argument("--parts", nargs="+", default=["tests", "forward", "layer", "attention"])
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     parts = commands(arguments.out)

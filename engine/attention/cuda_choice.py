@@ -39,7 +39,8 @@ def decode_cut(
     """How the split-KV kernel cuts R sequences of up to max_kv_len positions.
 
     A tile takes about a microsecond whatever else happens, so one request gets a program per tile; many get what keeps
-    the SMs busy: 6 programs each of small tiles at head size 64, half of it for tall tiles, two thirds at 128.
+    the SMs busy: 6 programs each of small tiles at head size 64, half of it for tall tiles, two thirds at 128. One
+    request of large heads gets one program an SM: what more of them gain the merge of their parts loses.
     """
     packed = queries * group
     rows = next((size for size in _TILE_ROWS if size >= packed), _TILE_ROWS[-1])
@@ -47,6 +48,8 @@ def decode_cut(
     units = sequences * kv_heads * -(-packed // rows)
     tiles = -(-max_kv_len // positions)
     programs_per_sm = (6 if rows <= 32 else 3) if head_dim <= 64 else (4 if rows <= 32 else 2)
+    if head_dim > 64 and units <= num_sms // 16:
+        programs_per_sm = 1
     return DecodeCut(
         rows=rows,
         positions=positions,

@@ -63,11 +63,14 @@ def scan(
     total = tl.zeros([BM], tl.float32)
     values = tl.zeros([BM, DP], tl.float32)
     d = tl.arange(0, DP)
+    next_place = first_tile * BN + tl.arange(0, BN)
+    next_block = tl.load(table_ptr + next_place // BLOCK_SIZE, mask=next_place < kv_len, other=0)
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         place = tile * BN + tl.arange(0, BN)
         exists = place < kv_len
-        block = tl.load(table_ptr + place // BLOCK_SIZE, mask=exists, other=0)
-        at = (block * BLOCK_SIZE + place % BLOCK_SIZE) * slot_stride
+        at = (next_block * BLOCK_SIZE + place % BLOCK_SIZE) * slot_stride
+        next_place = place + BN
+        next_block = tl.load(table_ptr + next_place // BLOCK_SIZE, mask=next_place < kv_len, other=0)
         read = exists[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=read, other=0.0)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=read, other=0.0)

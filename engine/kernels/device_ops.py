@@ -2,7 +2,7 @@
 
 PDL (programmatic dependent launch, SM90): a kernel launched with it may start while the kernel before it still runs. It
 asks for its weights first, which nobody writes, and waits before it touches anything else. Every kernel that may be
-launched so calls `begin`; then what it follows has ended, with all its writes visible, and so has all before that.
+launched so calls `wait`; then what it follows has ended, with all its writes visible, and so has all before that.
 """
 
 import triton
@@ -10,11 +10,24 @@ import triton.language as tl
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
-    """Waits for the kernel before this one, then lets the next one start up to its own wait."""
+def signal(PDL: tl.constexpr):
+    """Lets the kernel after this one start, up to its own wait, once every program has come here."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Waits for the kernel before this one."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """`wait` and `signal`."""
+    wait(PDL)
+    signal(PDL)
 
 
 @triton.jit
@@ -33,15 +46,39 @@ def prefetch(ptr, num_elements, LINES: tl.constexpr, LINE_ELEMENTS: tl.constexpr
 
 
 @triton.jit
+def prefetch_rows(row_ptr, bytes_of_half, ITEM_BYTES: tl.constexpr):
+    """Asks for the first 2 * bytes_of_half bytes (halves: multiples of 16) from each row pointer to be brought into L2.
+
+    SM90: the copy engine takes a request for half a row; asked line by line a tile would take microseconds to ask for.
+    """
+    if bytes_of_half > 0:
+        half = tl.arange(0, 2) * (bytes_of_half // ITEM_BYTES)
+        at = (row_ptr[:, None] + half[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [at, (at * 0).to(tl.int32) + bytes_of_half],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def rounded(x, like_ptr):
     """float32 x rounded to the type that like_ptr points to, as float32: where the layer's torch form rounds."""
     return x.to(like_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def inverse_rms(squares_ptr, row_m, real_m, num_parts, eps, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of rows [BM] from the parts [rows, num_parts] of their sums of squares, float32."""
+def row_squares(squares_ptr, row_m, real_m, num_parts, PARTS: tl.constexpr):
+    """The parts [BM, PARTS] of rows' sums of squares, out of [rows, num_parts] float32."""
     part = tl.arange(0, PARTS)
     read = real_m[:, None] & (part < num_parts)[None, :]
-    squares = tl.load(squares_ptr + row_m[:, None] * num_parts + part[None, :], mask=read, other=0.0)
-    return tl.rsqrt(tl.sum(squares, 1) / SIZE + eps)
+    return tl.load(squares_ptr + row_m[:, None] * num_parts + part[None, :], mask=read, other=0.0)
+
+
+@triton.jit
+def inverse_rms(squares_ptr, row_m, real_m, num_parts, eps, SIZE: tl.constexpr, PARTS: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of rows [BM] from their `row_squares`."""
+    return tl.rsqrt(tl.sum(row_squares(squares_ptr, row_m, real_m, num_parts, PARTS), 1) / SIZE + eps)

@@ -1,7 +1,8 @@
 """How the few-row matrix kernels are cut, and where cuBLAS is taken instead. Pure arithmetic on shapes.
 
-From `benchmarks/gpu_linear.py` on an H200: products of small models cost their latency, and the Triton kernel's is half
-of cuBLAS's; the large ones of an 8B model are read faster by cuBLAS. Shapes: K inputs, N outputs.
+From `benchmarks/gpu_layer.py` on an H200. Products of small models cost their latency, and the Triton kernel's is half
+of cuBLAS's. Those of an 8B model cost the reading of their weights: at up to 64 rows the kernel is as fast as cuBLAS or
+faster, with what surrounds the product fused into it. Shapes: K inputs, N outputs.
 """
 
 from dataclasses import dataclass
@@ -10,17 +11,32 @@ MAX_ROWS = 256  # rows up to which the kernels are considered at all
 _SMALL_WEIGHT = 1 << 22  # most elements of a weight whose product costs its latency
 _LONG_SUM = 1024  # inputs above which a few programs share a sum
 _SHARED_ROWS = 64  # rows up to which they do
+_LARGE_ROWS = 64  # rows up to which large weights are read here
+_LEAST_INPUTS = 2048  # of such a weight
+_TILE = 64  # rows of its tiles, the fewest that SM90's matrix units take as left operand
+_LEAST_STEPS = 4  # of a program that shares a sum
+_PROGRAMS = 132  # SMs of the GPU that this was measured on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmCut:
-    """outputs, inputs: of a program's weight tile (powers of two); num_splits: programs that share the sum over K."""
+    """outputs, inputs: of a program's weight tile (powers of two); num_splits: programs that share the sum over K.
+
+    turned: the tile is the left operand of the product, as SM90's matrix units want it (64 weight rows or more).
+    ahead: bytes of its weights that a program asks for before it waits for the kernel before it.
+    eager: the kernel after this one may start, and ask for its weights, with the first step instead of after the last.
+    staggered: programs begin with different columns.
+    """
 
     outputs: int
     inputs: int
     num_splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    turned: bool = False
+    ahead: int = 1 << 17
+    eager: bool = True
+    staggered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +50,32 @@ class HeadCut:
 
 def gemm_cut(*, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
     """The cut of a product, or None where cuBLAS is the better choice."""
-    if not 0 < rows <= MAX_ROWS or N * K > _SMALL_WEIGHT:
+    if not 0 < rows <= MAX_ROWS:
         return None
+    if N * K > _SMALL_WEIGHT:
+        return _large_cut(rows, K, N, swiglu)
     if K <= _LONG_SUM or swiglu:
         return GemmCut(outputs=16, inputs=64)
     return GemmCut(outputs=16, inputs=128, num_splits=3 if rows <= _SHARED_ROWS else 1)
+
+
+def _large_cut(rows: int, K: int, N: int, swiglu: bool) -> GemmCut | None:
+    """A program an SM, which holds long pieces of its rows, or several where there are many tiles."""
+    outputs = _TILE // 2 if swiglu else _TILE
+    tiles = -(-N // outputs)
+    many = tiles > _PROGRAMS
+    if rows > _LARGE_ROWS or K < _LEAST_INPUTS or (rows > 16 and many and not swiglu):
+        return None
+    inputs, stages = (128, 5) if rows > 16 else (128, 3) if many else (256, 3)
+    return GemmCut(
+        outputs=outputs,
+        inputs=inputs,
+        num_splits=max(1, min(_PROGRAMS // tiles, K // inputs // _LEAST_STEPS)),
+        num_stages=stages,
+        turned=True,
+        ahead=0 if many else 32 << 10,
+        staggered=not many,
+    )
 
 
 def head_cut(*, rows: int, K: int, head_dim: int) -> HeadCut | None:

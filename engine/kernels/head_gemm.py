@@ -182,7 +182,7 @@ def head_gemm(
         BM=BM,
         BK=cut.inputs,
         WIDTH=width,
-        PARTS=triton.next_power_of_2(parts),
+        PARTS=max(64, triton.next_power_of_2(parts)),
         NORM=scaled is not None,
         BIAS=bias is not None,
         HEAD_NORM=head_norm is not None,

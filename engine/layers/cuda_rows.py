@@ -1,8 +1,9 @@
 """The Triton kernels of `engine.kernels` as decoder layers use them on CUDA. See there for what each computes.
 
 `cuda_rows(x)` gives them, or None where they cannot run; callers then use the torch expressions. Two ways through a
-layer: few rows of a small model take five launches and a merge, everything around the matrices fused into them; all
-else takes cuBLAS and the row-wise kernels, whose interface is that of the CPU's (`engine.layers.cpu_rows`).
+layer: few rows take five launches and a merge, everything around the matrices fused into them (a sixth where a head is
+too large for a program); all else takes cuBLAS and the row-wise kernels, whose interface is that of the CPU's
+(`engine.layers.cpu_rows`).
 Shapes: N rows, H hidden, h query heads, g KV heads, D head size.
 """
 
@@ -47,18 +48,20 @@ def split_counters(num_outputs: int, device: torch.device) -> Tensor:
 class LayerWeights:
     """A decoder layer's tensors; see `engine.models.decoder.DecoderLayer`. qk_norm: [h + g, D] or None.
 
-    o_count, down_count: their `split_counters`.
+    qkv_count and its like: their `split_counters`.
     """
 
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
+    qkv_count: Tensor
     qk_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
     o_count: Tensor
     post_norm: Tensor
     gate_up: Tensor
+    gate_up_count: Tensor
     down: Tensor
     down_count: Tensor
     eps: float
@@ -193,8 +196,9 @@ class CudaRows:
     def takes_layer(self, rows: int, layer: LayerWeights) -> bool:
         """Whether a layer of that many rows runs in the fused launches."""
         H, mlp_size = layer.input_norm.shape[0], layer.down.shape[1]
+        by_heads = head_cut(rows=rows, K=H, head_dim=layer.head_dim) is not None
         return (
-            head_cut(rows=rows, K=H, head_dim=layer.head_dim) is not None
+            (by_heads or gemm_cut(rows=rows, K=H, N=layer.qkv.shape[0]) is not None)
             and gemm_cut(rows=rows, K=layer.o.shape[1], N=H) is not None
             and gemm_cut(rows=rows, K=H, N=mlp_size, swiglu=True) is not None
             and gemm_cut(rows=rows, K=mlp_size, N=H) is not None
@@ -218,9 +222,14 @@ class CudaRows:
         from engine.kernels.head_gemm import head_gemm
 
         N, H = scaled.x_MK.shape
-        q_NhD = scaled.x_MK.new_empty(N, layer.num_heads, layer.head_dim)
         cut = head_cut(rows=N, K=H, head_dim=layer.head_dim)
-        assert cut is not None
+        if cut is None:
+            qkv = scaled.x_MK.new_empty(N, layer.qkv.shape[0])
+            self._product(scaled, layer.qkv, qkv, bias=layer.qkv_bias, count=layer.qkv_count)
+            return self.rotate_and_write(
+                qkv, angles, slots_N, kv, num_heads=layer.num_heads, norm_weight=layer.qk_norm, eps=layer.eps
+            )
+        q_NhD = scaled.x_MK.new_empty(N, layer.num_heads, layer.head_dim)
         head_gemm(
             scaled,
             layer.qkv,
@@ -259,7 +268,7 @@ class CudaRows:
         )
         assert scaled is not None
         mixed = x_NH.new_empty(N, layer.down.shape[1])
-        self._product(scaled, layer.gate_up, mixed, swiglu=True)
+        self._product(scaled, layer.gate_up, mixed, swiglu=True, count=layer.gate_up_count)
         return self._product(mixed, layer.down, out_NH, residual_MN=y_NH, next_norm=next_norm, count=layer.down_count)
 
     def _product(
@@ -272,26 +281,18 @@ class CudaRows:
         swiglu: bool = False,
         residual_MN: Tensor | None = None,
         next_norm: tuple[Tensor, float] | None = None,
-        count: Tensor | None = None,
+        count: Tensor,
     ) -> Scaled | None:
-        """count: needed where `gemm_cut` may split the sum."""
-        from engine.kernels.row_gemm import GemmWorkspace, part_elements, row_gemm
+        from engine.kernels.row_gemm import row_gemm
 
-        rows, outputs = out.shape
-        cut = gemm_cut(rows=rows, K=weight.shape[1], N=outputs, swiglu=swiglu)
+        cut = gemm_cut(rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
         assert cut is not None
-        workspace = None
-        if cut.num_splits > 1:
-            assert count is not None
-            # The parts are free again behind the call: the allocator's memory is in the order of the stream.
-            part = torch.empty(part_elements(rows, outputs, cut), dtype=torch.float32, device=out.device)
-            workspace = GemmWorkspace(part=part, count=count)
         return row_gemm(
             x,
             weight,
             out,
             cut=cut,
-            workspace=workspace,
+            count=count,
             bias=bias,
             swiglu=swiglu,
             residual_MN=residual_MN,

@@ -123,7 +123,9 @@ class DecoderLayer(nn.Module):
             qk_norm=self.qk_norm_weight,
             o=self.o.weight,
             o_bias=self.o.bias,
+            qkv_count=self.qkv.split_count,
             o_count=self.o.split_count,
+            gate_up_count=self.gate_up.split_count,
             post_norm=self.post_norm.weight,
             gate_up=self.gate_up.weight,
             down=self.down.weight,
@@ -184,7 +186,7 @@ def run_layers(
 ) -> Tensor:
     """x through the layers, layer l's result in outs[l] where that is a tensor; the last result.
 
-    On CUDA a layer ends in the next one's norm. Few rows of an unsharded small model go through the fused launches
+    On CUDA a layer ends in the next one's norm. Few rows of an unsharded model go through the fused launches
     (`CudaRows.takes_layer`).
     """
     kernels, first = cuda_rows(x_NH), layers[0]

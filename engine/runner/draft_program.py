@@ -152,7 +152,10 @@ class DecideAndDraft:
         peak_M: torch.Tensor,
         verify_len: int,
     ) -> Decision:
-        synthetic_R = self._synthetic(decode.slots_R, decode.committed_R)
+        length = self._config.synthetic_acceptance_length
+        synthetic_R = None
+        if length is not None:
+            synthetic_R = fused.synthetic_accepted(length, decode.slots_R, decode.committed_R)
         made = fused.commit(decode.slots_R, rows, drawn_M, peak_M, verify_len, synthetic_R)
         return Decision(
             slots_S=decode.slots_R,

@@ -18,6 +18,7 @@ from engine.kernels.row_state import Commit, Slots, TargetRows
 from engine.layers.cpu_jit import unavailable_reason as cpu_unavailable_reason
 from engine.runner.cpu_bookkeeping import CpuBookkeeping
 from engine.runner.slots import SlotState
+from engine.sampling.synthetic import synthetic_accepted
 
 if TYPE_CHECKING:
     from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder
@@ -98,6 +99,14 @@ class FusedRows:
 
         assert limit_1 is not None
         return target_rows(self._slots, slots_R, limit_1, width=width, block_size=self._block_size, pdl=self._pdl)
+
+    def synthetic_accepted(self, length: float, slots_R: Tensor, committed_R: Tensor) -> Tensor:
+        """`engine.sampling.synthetic.synthetic_accepted` of the slots' seeds."""
+        if self._cpu is not None:
+            return synthetic_accepted(length, self._state.seed[slots_R], committed_R)
+        from engine.kernels.coin_rows import accepted_by_coin
+
+        return accepted_by_coin(length, self._state.seed, slots_R, committed_R, pdl=self._pdl)
 
     def commit(
         self,

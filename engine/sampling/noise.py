@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 # Odd multipliers and shifts of a well-mixing 32-bit finaliser (two multiply / xor-shift rounds).
-_MUL_A = 0x7FEB352D
-_MUL_B = 0x846CA68B
-_MUL_ID = 0x9E3779B1
+MUL_A = 0x7FEB352D
+MUL_B = 0x846CA68B
+MUL_ID = 0x9E3779B1
+KEY_STARTS = (0x243F6A88, 0x85A308D3)  # fractional bits of pi: the two keys of a row differ
 _U32 = 0xFFFFFFFF
-_MAX_U = 1.0 - 2.0**-24
+MAX_U = 1.0 - 2.0**-24
 _CHUNK = 1 << 16  # elements, 256 KiB of int32
 
 STREAM_TOKEN = 0  # the Gumbel noise a token is drawn with
@@ -78,9 +79,9 @@ def _signed32(value: int) -> int:
 def _fmix64_low(x_N: Tensor) -> Tensor:
     """One full 32-bit finaliser on int64 tensors holding values in [0, 2^32)."""
     x_N = x_N ^ (x_N >> 16)
-    x_N = (x_N * _MUL_A) & _U32
+    x_N = (x_N * MUL_A) & _U32
     x_N = x_N ^ (x_N >> 15)
-    x_N = (x_N * _MUL_B) & _U32
+    x_N = (x_N * MUL_B) & _U32
     return x_N ^ (x_N >> 16)
 
 
@@ -94,10 +95,10 @@ def _row_keys(seed_N: Tensor, position_N: Tensor, stream: int | Tensor) -> tuple
     """Two int32 keys per row, absorbing the words of (seed, position, stream) one after another."""
     words = (seed_N & _U32, (seed_N >> 32) & _U32, position_N & _U32, (position_N >> 32) & _U32)
     keys = []
-    for start in (0x243F6A88, 0x85A308D3):  # fractional bits of pi: the two keys differ
+    for start in KEY_STARTS:
         state_N = torch.full_like(seed_N, start) + stream
         for index, word_N in enumerate(words):
-            state_N = _fmix64_low((state_N * 5 + word_N + index * _MUL_ID) & _U32)
+            state_N = _fmix64_low((state_N * 5 + word_N + index * MUL_ID) & _U32)
         keys.append(torch.where(state_N > 0x7FFFFFFF, state_N - (1 << 32), state_N).to(torch.int32))
     return keys[0], keys[1]
 
@@ -110,19 +111,19 @@ def _shift(x: Tensor, count: int) -> Tensor:
 def _mix_ids(ids: Tensor) -> Tensor:
     """Ids spread over 32 bits, int32; shared by all rows, so its cost does not count."""
     wide = ids.to(torch.int64)
-    mixed = _fmix64_low((wide * _MUL_ID) & _U32)
+    mixed = _fmix64_low((wide * MUL_ID) & _U32)
     return torch.where(mixed > 0x7FFFFFFF, mixed - (1 << 32), mixed).to(torch.int32)
 
 
 def _mix_rows(mixed_ids: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
     """int32 bits of every (row, id): two rounds, a different row key ahead of each (products wrap modulo 2^32)."""
     x = mixed_ids ^ key_a
-    x.mul_(_MUL_A)
+    x.mul_(MUL_A)
     x.bitwise_xor_(_shift(x, 15))
     x.add_(key_b)
-    x.mul_(_signed32(_MUL_B))
+    x.mul_(_signed32(MUL_B))
     x.bitwise_xor_(_shift(x, 16))
-    x.mul_(_MUL_A)
+    x.mul_(MUL_A)
     x.bitwise_xor_(_shift(x, 15))
     return x
 
@@ -130,7 +131,7 @@ def _mix_rows(mixed_ids: Tensor, key_a: Tensor, key_b: Tensor) -> Tensor:
 def _uniform(bits: Tensor) -> Tensor:
     """u in (0, 1): every step is a single correctly rounded float32 operation, hence exact on every device."""
     u = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32)
-    return u.add_(0.5).mul_(2.0**-31).clamp_(max=_MAX_U)
+    return u.add_(0.5).mul_(2.0**-31).clamp_(max=MAX_U)
 
 
 def _gumbel_(u: Tensor) -> Tensor:

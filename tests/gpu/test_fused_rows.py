@@ -3,14 +3,17 @@
 from typing import Any
 
 import pytest
+import torch
 
 from engine.runner.fused_rows import FusedRows
+from engine.sampling.synthetic import synthetic_accepted
 from tests.engine.test_decode_programs import build, drive, models  # noqa: F401  (a fixture)
 from tests.gpu.places import places
 from tests.reference.row_cases import check_commit
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from engine.kernels.coin_rows import accepted_by_coin
 from engine.kernels.commit_rows import commit
 
 
@@ -43,3 +46,14 @@ def test_engines_emit_the_same_tokens(
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_commit_equals_verify(case: tuple[int, int], device: str, synthetic: bool) -> None:
     check_commit(commit, case, device, synthetic=synthetic)
+
+
+@pytest.mark.parametrize(("case", "device"), places([1, 300], [40]))
+@pytest.mark.parametrize("length", [1.0, 2.25, 6.5])
+def test_coins_of_synthetic_acceptance(case: int, device: str, length: float) -> None:
+    generator = torch.Generator().manual_seed(case)
+    seed_S = torch.randint(-(2**63), 2**63 - 1, (500,), generator=generator).to(device)
+    slots_R = torch.randperm(500, generator=generator)[:case].to(device)
+    position_R = torch.randint(0, 2**40, (case,), generator=generator).to(device)
+    want = synthetic_accepted(length, seed_S[slots_R], position_R)
+    assert torch.equal(accepted_by_coin(length, seed_S, slots_R, position_R), want)

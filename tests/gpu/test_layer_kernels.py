@@ -13,7 +13,7 @@ from tests.gpu.places import dtypes, places
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.kernels.head_gemm import head_gemm
-from engine.kernels.row_gemm import GemmWorkspace, row_gemm
+from engine.kernels.row_gemm import row_gemm
 from engine.kernels.row_ops import add_rms_norm, gather_rows, rms_norm, rotate_and_write, scale_rows, silu_mul
 from engine.kernels.shard_argmax import shard_argmax
 
@@ -93,6 +93,8 @@ GEMM_TOYS = [
     {"M": 17, "K": 72, "N": 24, "norm": True, "swiglu": True},
     {"M": 2, "K": 100, "N": 40, "residual": True, "splits": 3, "bias": True, "next": True},
     {"M": 3, "K": 40, "N": 24, "residual": True, "next": True},
+    {"M": 18, "K": 136, "N": 40, "norm": True, "swiglu": True, "splits": 2, "turned": True},
+    {"M": 5, "K": 128, "N": 70, "residual": True, "splits": 3, "next": True, "turned": True},
 ]
 GEMMS = [
     *GEMM_TOYS,
@@ -107,6 +109,9 @@ GEMMS = [
             {"K": 576, "N": 4100, "float32": True},
             {"K": 4096, "N": 1024, "norm": True, "splits": 4},
             {"K": 4096, "N": 512, "swiglu": True},
+            {"K": 4096, "N": 1000, "norm": True, "swiglu": True, "splits": 2, "turned": True},
+            {"K": 4096, "N": 520, "residual": True, "splits": 4, "next": True, "turned": True},
+            {"K": 1000, "N": 4100, "float32": True, "turned": True},
         )
     ],
 ]
@@ -118,10 +123,8 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
     if pdl and device == "cpu":
         pytest.skip("the interpreter launches nothing")
     M, K, N = case["M"], case["K"], case["N"]
-    swiglu, splits = case.get("swiglu", False), case.get("splits", 1)
-    workspace = None
-    if splits > 1:
-        workspace = GemmWorkspace.create(torch.device(device), part_elements=1 << 20, counters=256)
+    swiglu, splits, turned = case.get("swiglu", False), case.get("splits", 1), case.get("turned", False)
+    count = torch.zeros(256, dtype=torch.int32, device=device) if splits > 1 else None
     for dtype in dtypes(device):
         x = _random(M, K + 8, dtype=dtype, device=device)[:, :K]
         weight = _random((2 if swiglu else 1) * N, K, dtype=dtype, device=device, seed=1, scale=K**-0.5)
@@ -138,7 +141,15 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
         if residual is not None:
             want = residual + want
         exact = _exact(x, weight, bias, norm, swiglu=swiglu, residual=residual)
-        cut = GemmCut(outputs=16 if device == "cpu" else 32, inputs=32 if device == "cpu" else 64, num_splits=splits)
+        cut = GemmCut(
+            outputs=16 if device == "cpu" else 32 if swiglu or not turned else 64,
+            inputs=32 if device == "cpu" else 64,
+            num_splits=splits,
+            turned=turned,
+            ahead=1 << 14,
+            eager=M % 2 == 0,
+            staggered=turned,
+        )
         results = []
         for _ in range(2):  # the second finds the counters as the first left them
             out = torch.full((M, N + 8), float("nan"), dtype=out_dtype, device=device)[:, :N]
@@ -147,7 +158,7 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
                 weight,
                 out,
                 cut=cut,
-                workspace=workspace,
+                count=count,
                 bias=bias,
                 swiglu=swiglu,
                 residual_MN=residual,
@@ -167,7 +178,7 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
                 assert error <= 2 * (want.double() - exact).norm() / exact.norm() + 1e-6
             results.append(out)
         assert torch.equal(*results)
-        assert workspace is None or not workspace.count.any()
+        assert count is None or not count.any()
 
 
 def _layer(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, Any]:

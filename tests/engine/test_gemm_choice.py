@@ -1,0 +1,44 @@
+"""The cuts of few-row products fit the GPU they were measured on, whatever the shape."""
+
+import pytest
+
+from engine.kernels.gemm_choice import GemmCut, gemm_cut
+
+SHARED_BYTES = 227 << 10  # that one program may take on SM90
+QWEN3_8B = [(4096, 6144, False), (4096, 4096, False), (4096, 12288, True), (12288, 4096, False)]
+OTHERS = [
+    (4096, 151936, False),
+    (20480, 4096, False),
+    (4096, 14336, True),
+    (3584, 18944, True),
+    (18944, 3584, False),
+    (2048, 2560, False),
+    (5120, 17408, True),
+    (8192, 1024, False),
+]
+SMOLLM2 = [(576, 960, False), (576, 576, False), (576, 1536, True), (1536, 576, False), (2880, 576, False)]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 256])
+@pytest.mark.parametrize("shape", [*QWEN3_8B, *OTHERS, *SMOLLM2])
+def test_cuts_fit(rows: int, shape: tuple[int, int, bool]) -> None:
+    K, N, swiglu = shape
+    cut = gemm_cut(rows=rows, K=K, N=N, swiglu=swiglu)
+    if cut is None:
+        return
+    height = min(64, max(16, 1 << (rows - 1).bit_length()))
+    weight_rows = cut.outputs * (2 if swiglu else 1)
+    assert cut.num_stages * cut.inputs * (height + weight_rows) * 2 <= SHARED_BYTES
+    steps = -(-K // cut.inputs)
+    assert (cut.num_splits - 1) * -(-steps // cut.num_splits) < steps  # every program has a step
+    assert not cut.turned or weight_rows >= 64
+
+
+def test_which_layers_are_fused() -> None:
+    """All products of a layer take the kernel or none: an 8B model's at up to 64 rows, a small one's at any number."""
+    for rows in (1, 16, 48, 64):
+        assert all(gemm_cut(rows=rows, K=K, N=N, swiglu=swiglu) for K, N, swiglu in QWEN3_8B)
+    assert not any(gemm_cut(rows=65, K=K, N=N, swiglu=swiglu) for K, N, swiglu in QWEN3_8B)
+    assert all(gemm_cut(rows=256, K=K, N=N, swiglu=swiglu) for K, N, swiglu in SMOLLM2)
+    assert gemm_cut(rows=16, K=576, N=1536, swiglu=True) == GemmCut(outputs=16, inputs=64)
+    assert gemm_cut(rows=0, K=576, N=576) is None
