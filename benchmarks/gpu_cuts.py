@@ -120,5 +120,5 @@ def name_of(cut: GemmCut | None) -> str:
     if cut is None:
         return "cublas"
     words = [f"{cut.outputs}x{cut.inputs}", f"s{cut.num_splits}", f"w{cut.num_warps}", f"p{cut.num_stages}"]
-    words += [name for name in ("turned", "staggered", "eager") if getattr(cut, name)]
+    words += [name for name in ("turned", "staggered") if getattr(cut, name)]
     return " ".join([*words, f"a{cut.ahead >> 10}"])

@@ -150,11 +150,6 @@ def search(layers: Layers, model: str, rows: int, table: dict[Key, list[GemmCut 
                     attempt(product, cut)
             for ahead in AHEAD:
                 attempt(product, replace(best[key(product)], ahead=ahead))
-    for trial in ({k: replace(cut, eager=wanted) for k, cut in best.items()} for wanted in (False, True)):
-        us = layers.us(rows, 512, Table(cuts=trial))
-        steps.append({"what": f"eager: {[cut.eager for cut in trial.values()]}", "us": round(us, 2)})
-        if us < least:
-            least, best = us, trial
     chosen = {product.name: name_of(best[key(product)]) for product in mine}
     print(
         f"{model} rows {rows}: us of a layer: {before:.2f} as chosen now, {by_cublas:.2f} by cuBLAS,", file=sys.stderr

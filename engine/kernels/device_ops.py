@@ -2,7 +2,7 @@
 
 PDL (programmatic dependent launch, SM90): a kernel launched with it may start while the kernel before it still runs. It
 asks for its weights first, which nobody writes, and waits before it touches anything else. Every kernel that may be
-launched so calls `wait`; then what it follows has ended, with all its writes visible, and so has all before that.
+launched so calls `begin`; then what it follows has ended, with all its writes visible, and so has all before that.
 """
 
 import triton
@@ -10,24 +10,14 @@ import triton.language as tl
 
 
 @triton.jit
-def signal(PDL: tl.constexpr):
-    """Lets the kernel after this one start, up to its own wait, once every program has come here."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+def begin(PDL: tl.constexpr):
+    """Waits for the kernel before this one, then lets the next one start up to its own wait.
 
-
-@triton.jit
-def wait(PDL: tl.constexpr):
-    """Waits for the kernel before this one."""
+    Not the other way round: programs of many kernels at once crowd some SMs and leave others empty.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """`wait` and `signal`."""
-    wait(PDL)
-    signal(PDL)
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -24,7 +24,6 @@ class GemmCut:
 
     turned: the tile is the left operand of the product, as SM90's matrix units want it (64 weight rows or more).
     ahead: bytes of its weights that a program asks for before it waits for the kernel before it.
-    eager: the kernel after this one may start, and ask for its weights, with the first step instead of after the last.
     staggered: programs begin with different columns.
     """
 
@@ -35,7 +34,6 @@ class GemmCut:
     num_stages: int = 4
     turned: bool = False
     ahead: int = 1 << 17
-    eager: bool = True
     staggered: bool = False
 
 

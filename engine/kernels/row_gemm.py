@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention_scan import precision
-from engine.kernels.device_ops import prefetch_rows, rounded, row_squares, signal, wait
+from engine.kernels.device_ops import begin, prefetch_rows, rounded, row_squares
 from engine.kernels.gemm_choice import GemmCut
 from engine.kernels.tile_product import shared_sum, tile_product
 
@@ -59,7 +59,6 @@ def _row_gemm_kernel(
     STAGES: tl.constexpr,
     TURNED: tl.constexpr,
     STAGGERED: tl.constexpr,
-    EAGER: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -79,9 +78,7 @@ def _row_gemm_kernel(
     if STAGGERED:
         turn = (tile * 5) % tl.maximum(steps, 1)
     prefetch_rows(weight_at + (first + turn) * BK, ahead, ITEM_BYTES)
-    wait(PDL)
-    if EAGER:
-        signal(PDL)
+    begin(PDL)
     m = m_tile * BM + tl.arange(0, BM)
     real = m < M
     x_at = x_ptr + m * x_stride
@@ -96,8 +93,6 @@ def _row_gemm_kernel(
     sums = tile_product(
         x_at, real, weight_at, first, first + steps, turn, K, BM, BN, BK, PRECISION, STAGES, TURNED, STAGGERED
     )
-    if not EAGER:
-        signal(PDL)
     last = True
     if SPLITS > 1:
         unit = m_tile * tl.num_programs(0) + tile
@@ -223,7 +218,6 @@ def row_gemm(
         STAGES=cut.num_stages,
         TURNED=cut.turned,
         STAGGERED=cut.staggered,
-        EAGER=cut.eager,
         ITEM_BYTES=item,
         PDL=pdl,
         num_warps=cut.num_warps,

@@ -147,7 +147,6 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
             num_splits=splits,
             turned=turned,
             ahead=1 << 14,
-            eager=M % 2 == 0,
             staggered=turned,
         )
         results = []
