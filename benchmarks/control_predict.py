@@ -43,6 +43,7 @@ def scenario(live: dict[str, Any]) -> Scenario:
             "engine": {
                 "max_num_seqs": rows,
                 "max_num_batched_tokens": BATCHED_TOKENS,
+                "pipeline_depth": 1,
                 "kv_blocks": rows * (OUTPUT_TOKENS // 16 + 4),
             },
             "classes": {

@@ -75,6 +75,7 @@ class Fleet:
         """One step of each of these lanes; one that has nothing to do waits, until its target at most."""
         lanes, intake, tallies = self.lanes, self.intake, self.tallies
         self.num_sweeps += 1
+        lanes.num_ended_L[sel] *= lanes.num_rows_L[sel] > 0  # without a row there is no step for them to take part in
         soonest = intake.next_arrival(sel)
         waits = (lanes.num_rows_L[sel] == 0) & (intake.needed_L[sel] == 0) & (soonest > lanes.clock_L[sel])
         if waits.any():
@@ -83,10 +84,10 @@ class Fleet:
             sel, soonest = sel[~waits], soonest[~waits]
             if not len(sel):
                 return
-        rows = lanes.num_rows_L[sel]
-        bucket = lanes.bucket_index_R[rows]
+        rows, in_program = self._rows(sel)
+        bucket = lanes.bucket_index_R[in_program]
         seen = self._look(sel)
-        draft = lanes.schedule_LR[sel, rows]
+        draft = lanes.schedule_LR[sel, in_program]
         verify = np.minimum(draft, lanes.last_index_L[sel])
         seeing = np.flatnonzero(lanes.clairvoyant_L[sel])
         if len(seeing):
@@ -95,10 +96,11 @@ class Fleet:
         verify_len = lanes.draft_lens_J[verify]
         if intake.can_run_out:
             intake.make_room(sel, verify_len)
-            rows = lanes.num_rows_L[sel]
-            bucket = lanes.bucket_index_R[rows]
+            rows, in_program = self._rows(sel)
+            bucket = lanes.bucket_index_R[in_program]
         budget = lanes.world.scenario.engine.max_num_batched_tokens - rows * (verify_len + 1)
         prompt_tokens, started = intake.prefill(sel, budget, soonest)
+        lanes.num_ended_L[sel] = 0
         steady = (rows > 0) & (prompt_tokens == 0) & (draft == verify)
         shadow_s = self._shadows(sel, rows, bucket, draft, steady)
         seconds = self._seconds(sel, rows, bucket, draft, verify, prompt_tokens, shadow_s)
@@ -129,6 +131,11 @@ class Fleet:
         if len(started.lanes):
             self._start(started)
         tallies.tokens_L[sel] += tokens
+
+    def _rows(self, sel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that decode, and those of the program: with what has ended and is not known to."""
+        rows = self.lanes.num_rows_L[sel]
+        return rows, np.minimum(rows + self.lanes.num_ended_L[sel], self.lanes.world.scenario.engine.max_num_seqs)
 
     def _look(self, sel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where in the tables the rows of lanes are: their cell, and cell * draws + draw; [n, B] each."""
@@ -205,6 +212,7 @@ class Fleet:
         lanes.free_LB[lane, lanes.num_free_L[lane] + np.arange(len(lane)) - first] = slot
         np.add.at(lanes.num_free_L, lane, 1)
         np.subtract.at(lanes.num_rows_L, lane, 1)
+        np.add.at(lanes.num_ended_L, lane, lanes.world.scenario.engine.pipeline_depth)
         context = lanes.place_LB[lane, slot] + lanes.context_LB[lane, slot]
         np.subtract.at(lanes.context_sum_L, lane, context)
         now = lanes.clock_L[lane]

@@ -69,7 +69,8 @@ class Intake:
         clock = lanes.clock_L[sel]
         if traffic.closed:
             second = np.minimum(clock.astype(np.int64), len(traffic.limit_T) - 1)
-            room = traffic.limit_T[second] > lanes.num_rows_L[sel] + (self.needed_L[sel] > 0)
+            taken = lanes.num_rows_L[sel] + lanes.num_ended_L[sel] + (self.needed_L[sel] > 0)
+            room = traffic.limit_T[second] > taken
             # without room, ask again in the next second: the limit may have changed
             soonest = np.where(room, clock, np.floor(clock) + 1.0)
             soonest[clock >= lanes.leaves_L[sel]] = np.inf
@@ -121,7 +122,8 @@ class Intake:
         may = lanes.num_free_L[lane] > 0
         if traffic.closed:
             second = np.minimum(clock.astype(np.int64), len(traffic.limit_T) - 1)
-            may &= (traffic.limit_T[second] > lanes.num_rows_L[lane] + ended) & (clock < lanes.leaves_L[lane])
+            taken = lanes.num_rows_L[lane] + lanes.num_ended_L[lane] + ended
+            may &= (traffic.limit_T[second] > taken) & (clock < lanes.leaves_L[lane])
             number = traffic.first_L[lane] + self.next_L[lane] % traffic.size_L[lane]
         else:
             number = traffic.first_L[lane] + self.next_L[lane]

@@ -162,6 +162,7 @@ class Lanes:
         self.num_rows_L = np.zeros(count, dtype=np.int64)
         self.context_sum_L = np.zeros(count, dtype=np.int64)
         self.num_admitted_L = np.zeros(count, dtype=np.int64)
+        self.num_ended_L = np.zeros(count, dtype=np.int64)  # rows that have ended and take part in one more step
 
         # control: index of K in draft_lens by number of rows
         self.schedule_LR = np.zeros((count, slots + 1), dtype=np.int64)

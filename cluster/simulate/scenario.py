@@ -156,7 +156,8 @@ class ReplicaGroup(Part):
 class Engine(Part):
     """Limits of one replica's engine, with the meaning of the config file's keys of the same names.
 
-    drafter_block: positions the drafter's block takes in the KV cache behind a request.
+    drafter_block: positions the drafter's block takes in the KV cache behind a request. pipeline_depth: steps launched
+    before a result is read; at 1 a row that has ended takes part in one more step, and its place is free after that.
     """
 
     max_num_seqs: Annotated[int, Field(ge=1, le=1024)]
@@ -164,6 +165,7 @@ class Engine(Part):
     kv_blocks: Annotated[int, Field(ge=1)]
     block_size: Annotated[int, Field(ge=1)] = 16
     drafter_block: Annotated[int, Field(ge=1)] = 16
+    pipeline_depth: Annotated[int, Field(ge=0, le=1)] = 0
 
 
 class StepNoise(Part):

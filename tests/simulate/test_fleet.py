@@ -212,3 +212,22 @@ def test_policies_in_processes_of_their_own_end_as_those_that_run_in_step(tmp_pa
     with ThreadPoolExecutor(max_workers=2) as pool:
         apart = run_experiment(asked, pool=pool)
     assert apart.outcomes == together.outcomes and len(apart.outcomes) == 2 * (len(DRAFT_LENS) + 4)
+
+
+def test_what_has_ended_costs_one_more_step_where_results_are_known_a_step_late(tmp_path: Path) -> None:
+    """K = 0, four requests of n tokens at any time: prompt, n - 1 steps, and with a step in flight one more each."""
+    output = {"median": 20, "spread": 0.3, "at_least": 2, "at_most": 60}
+    lengths = {"prompt": {"median": 10, "at_most": 10}, "output": output}
+    speed, num_tokens = {}, 0.0
+    for depth in (0, 1):
+        asked = scenario(
+            tmp_path,
+            classes={"a": {"hazards": [0.5]} | lengths},
+            engine=SPACIOUS | {"pipeline_depth": depth},
+            configured_schedule={4: 0},
+        )
+        made = Fleet(make_world(asked), [Run(policy="K=0", seed=1, schedule={4: 0})])
+        made.run({})
+        speed[depth] = made.tallies.tokens_L.sum()
+        num_tokens = float(made.tallies.finished_tokens_L.sum() / made.tallies.finished_L.sum())
+    assert speed[0] / speed[1] == pytest.approx((num_tokens + 1) / num_tokens, rel=0.01)
