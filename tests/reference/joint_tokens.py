@@ -86,6 +86,8 @@ class JointTokens:
         self.paths: dict[tuple[int, ...], float] = {}
         open_paths: dict[tuple[int, ...], float] = {(): 1.0}
         for left in range(length, 0, -1):
+            if not open_paths:
+                break
             prefixes, longer = list(open_paths), {}
             logits_NV = logits_after(model, [(*prompt, *prefix) for prefix in prefixes])[:, -1]
             for prefix, logits_V in zip(prefixes, logits_NV, strict=True):
