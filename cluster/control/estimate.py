@@ -271,6 +271,7 @@ class ControlState:
     def _settle_epoch(self, now: float) -> None:
         if self.epoch is None and self._first_at is not None and now - self._first_at >= 2 * self.interval_s:
             self.epoch = self._greatest_seen[0] + 1
+            self._settled_at = max(self._settled_at, now + _SETTLING_INTERVALS * self.interval_s)
             self._adopt_schedules()
 
     def _adopt_schedules(self) -> None:
