@@ -20,26 +20,40 @@ logger = logging.getLogger(__name__)
 
 KERNEL_DTYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CHOICE_VARIABLE = "DFLASH_CPU_KERNELS"
+_MAX_ROWS_BESIDE_BF16 = 16  # one request's; on such a processor the kernels were faster at 6 rows, torch at 48
 
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """None if the kernels can be used and are the better choice here, else why not. Decided and logged once a process.
+    """None if the kernels can be used here, else why not. Decided and logged once a process.
 
-    The environment variable DFLASH_CPU_KERNELS overrides the choice: `torch`, or `llvm` (ValueError if it cannot be).
+    The environment variable DFLASH_CPU_KERNELS overrides the choice: `torch`, or `llvm` (ValueError if it cannot be),
+    which also lifts the limit of `max_kernel_rows`.
     """
     choice = os.environ.get(CHOICE_VARIABLE, "auto")
     if choice not in ("auto", "llvm", "torch"):
         raise ValueError(f"{CHOICE_VARIABLE} is {choice!r}: use auto, llvm or torch")
-    reason = f"{CHOICE_VARIABLE}=torch" if choice == "torch" else obstacle(forced=choice == "llvm")
+    reason = f"{CHOICE_VARIABLE}=torch" if choice == "torch" else obstacle()
     if choice == "llvm" and reason is not None:
         raise ValueError(f"{CHOICE_VARIABLE}=llvm: {reason}")
-    logger.info("CPU kernels: %s", "compiled with LLVM" if reason is None else f"torch's ({reason})")
+    max_rows = max_kernel_rows(torch.bfloat16)
+    compiled = "compiled with LLVM" + ("" if max_rows is None else f", bfloat16 matrices up to {max_rows} rows")
+    logger.info("CPU kernels: %s", compiled if reason is None else f"torch's ({reason})")
     return reason
 
 
-def obstacle(*, forced: bool) -> str | None:
-    """What keeps the kernels from running here, or, unless forced, makes torch the better choice. None: nothing."""
+def max_kernel_rows(dtype: torch.dtype) -> int | None:
+    """Rows up to which the kernels are to multiply by matrices of a type, torch above; None: any number.
+
+    There is a limit where the processor has bfloat16 instructions: torch uses them, but has a large cost per call.
+    """
+    if dtype != torch.bfloat16 or os.environ.get(CHOICE_VARIABLE) == "llvm":
+        return None
+    return _MAX_ROWS_BESIDE_BF16 if torch.cpu._is_avx512_bf16_supported() else None
+
+
+def obstacle() -> str | None:
+    """What keeps the kernels from running here. None: nothing."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"written for Linux on x86_64, this is {platform.system()} on {platform.machine()}"
     if importlib.util.find_spec("llvmlite") is None:
@@ -47,8 +61,6 @@ def obstacle(*, forced: bool) -> str | None:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX2", "AVX512"):
         return f"needs AVX2, torch reports {capability}"
-    if not forced and torch.cpu._is_avx512_bf16_supported():
-        return "the processor has bfloat16 instructions, which torch uses"
     if _openmp() is None:
         return "torch does not run on GNU OpenMP here"
     try:

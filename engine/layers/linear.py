@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from engine.layers.cpu_gemm import PackedMatrix
 from engine.layers.cpu_int8_gemm import Int8Matrix, suits_int8
-from engine.layers.cpu_jit import KERNEL_DTYPES, unavailable_reason
+from engine.layers.cpu_jit import KERNEL_DTYPES, max_kernel_rows, unavailable_reason
 from engine.layers.cuda_rows import cuda_rows, split_counters
 
 _UPCAST_ROWS = 8192  # weight rows widened at a time where torch must return float32 from bfloat16 weights on the CPU
@@ -41,6 +41,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), False) if bias else None
         self.out_dtype = out_dtype
         self._matrix: PackedMatrix | Int8Matrix | None = None
+        self._max_kernel_rows: int | None = None
 
     def prepare(self, threads: int | None = None, *, int8: bool = False) -> bool:
         """Called once, when the weights are in place. Returns True if the CPU kernel took over.
@@ -49,6 +50,10 @@ class Linear(nn.Module):
         `weight` and `bias` are gone (a tensor that something else holds, such as a tied embedding, stays) and
         `plain_weight` rebuilds the matrix. A row's result then depends, bit for bit, on that row alone: not on the
         other rows, their number, or the threads. Elsewhere (other devices, types, processors) nothing changes.
+        On processors with bfloat16 instructions torch multiplies more rows than `max_kernel_rows` by a bfloat16 matrix:
+        `weight` and `bias` then stay beside the packed copy (twice the memory), and the law holds for calls of so few
+        rows, not between those and larger ones. Not so in 8 bits, nor with float32 results, which torch has only from
+        widened weights: there the kernel takes all rows.
         int8: rounds the weights of a bfloat16 matrix to 8 bits where the kernel runs and the shape suits it.
         Raises ValueError if threads < 1.
         """
@@ -67,9 +72,16 @@ class Linear(nn.Module):
             out_dtype=self.out_dtype or self.weight.dtype,
             threads=threads or torch.get_num_threads(),
         )
-        del self.weight
-        self.bias = None
+        if not int8 and self.out_dtype is None:
+            self._max_kernel_rows = max_kernel_rows(self.weight.dtype)
+        if self._max_kernel_rows is None:
+            del self.weight
+            self.bias = None
         return True
+
+    def kernel_takes(self, num_rows: int) -> bool:
+        """Whether the CPU kernel multiplies when called with so many rows."""
+        return self._matrix is not None and (self._max_kernel_rows is None or num_rows <= self._max_kernel_rows)
 
     @property
     def is_prepared(self) -> bool:
@@ -83,8 +95,10 @@ class Linear(nn.Module):
         return self._matrix
 
     def plain_weight(self) -> Tensor:
-        """weight [out, in]; a copy once the kernel has taken over."""
-        return self.weight if self._matrix is None else self._matrix.unpacked()
+        """weight [out, in]; a copy once the kernel has taken over for all rows."""
+        if self._matrix is None or self._max_kernel_rows is not None:
+            return self.weight
+        return self._matrix.unpacked()
 
     @functools.cached_property
     def split_count(self) -> Tensor:
@@ -93,7 +107,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out]."""
-        if self._matrix is not None:
+        if self._matrix is not None and self.kernel_takes(x.numel() // x.shape[-1]):
             return self._matrix.matmul(x)
         on_gpu = cuda_rows(x)
         if on_gpu is not None:

@@ -50,9 +50,10 @@ class CpuContext:
         return drafter.tp.size == 1 and drafter.fc.is_prepared and CpuStack.suits(drafter.stacked_layers)
 
     @staticmethod
-    def takes(num_rows: int) -> bool:
-        """Whether `write` can be called with so many rows."""
-        return num_rows <= MAX_ROWS
+    def takes(drafter: "DFlashDrafter", num_rows: int) -> bool:
+        """Whether `write` is to be called with so many rows: few, and the kernels multiply both matrices."""
+        matrices = (drafter.fc, drafter.context_kv)
+        return num_rows <= MAX_ROWS and all(matrix.kernel_takes(num_rows) for matrix in matrices)
 
     def write(self, taps_NTH: Tensor, angles: tuple[Tensor, Tensor], slot_mapping_N: Tensor) -> None:
         """K and V of every layer at the rows' cache slots."""

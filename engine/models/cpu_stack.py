@@ -172,7 +172,10 @@ class CpuStacks:
         tap_layers: tuple[int, ...] = (),
     ) -> CpuStack | None:
         """What can run these rows; None: the layers do it one by one."""
-        if x_NH.device.type != "cpu" or not CpuStack.takes(x_NH.shape[0], ctx):
+        num_rows, first = x_NH.shape[0], self._layers[0]
+        if x_NH.device.type != "cpu" or not CpuStack.takes(num_rows, ctx):
+            return None
+        if not all(matrix.kernel_takes(num_rows) for matrix in (first.qkv, first.o, first.gate_up, first.down)):
             return None
         if self._key is None or self._key[0] is not kv or self._key[1] != tap_layers:
             if not CpuStack.suits(self._layers):

@@ -139,7 +139,7 @@ class DFlashDrafter(nn.Module):
 
     def feed_context(self, taps_NTH: Tensor, positions_N: Tensor, slot_mapping_N: Tensor, kv: KvCache) -> None:
         """`write_context` of `context_features`."""
-        if taps_NTH.device.type == "cpu" and CpuContext.takes(taps_NTH.shape[0]):
+        if taps_NTH.device.type == "cpu" and CpuContext.takes(self, taps_NTH.shape[0]):
             if self._context is None or self._context.kv is not kv:
                 self._context = CpuContext(self, kv) if CpuContext.suits(self) else None
             if self._context is not None:

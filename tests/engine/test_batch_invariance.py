@@ -1,11 +1,15 @@
-"""Law: on the CPU kernels a token's logits do not depend, bit for bit, on how its step was batched; bfloat16 too."""
+"""Law: on the CPU kernels a token's logits do not depend, bit for bit, on how its step was batched; bfloat16 too.
 
+Where torch multiplies many rows (`max_kernel_rows`) the law holds for steps of few rows.
+"""
+
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.layers.cpu_jit import unavailable_reason
+from engine.layers.cpu_jit import max_kernel_rows, unavailable_reason
 from tests.reference.paged import PagedModels, Piece, engine_config
 from tests.reference.toy import make_drafter, make_target
 
@@ -25,9 +29,15 @@ def _ids(count: int, seed: int) -> list[int]:
     return torch.randint(4, 131, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.parametrize("has_instructions", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @torch.inference_mode()
-def test_one_row_at_a_time_equals_chunks_and_company(directories: tuple[Path, Path], dtype: str) -> None:
+def test_one_row_at_a_time_equals_chunks_and_company(
+    directories: tuple[Path, Path], dtype: str, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    # Steps of up to 16 rows, and where nothing is limited of 20.
+    cuts = (0, 13, 14, 21, 30) if max_kernel_rows(getattr(torch, dtype)) else (0, 17, 18, 25, 30)
     config = engine_config(directories[0], dtype=dtype)
     alone, crowded = (PagedModels.load(config, num_seqs=3, shuffle=shuffle) for shuffle in (False, True))
     ids, others = _ids(30, 1), _ids(30, 2)
@@ -35,7 +45,7 @@ def test_one_row_at_a_time_equals_chunks_and_company(directories: tuple[Path, Pa
         [alone.full_logits(alone.forward([[Piece(seq=0, start=i, ids=[t])]]).hidden_NH) for i, t in enumerate(ids)]
     )
     rows = []
-    for start, end in ((0, 13), (13, 14), (14, 21), (21, 30)):
+    for start, end in pairwise(cuts):
         mine = Piece(seq=2, start=start, ids=ids[start:end])
         company = [Piece(seq=0, start=start, ids=others[start : start + 3]), mine]
         out = crowded.forward([company], slack=11)

@@ -15,7 +15,7 @@ from engine.layers.cpu_jit import obstacle
 NUM_BLOCKS = 40
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
-pytestmark = pytest.mark.skipif(obstacle(forced=True) is not None, reason=f"kernel: {obstacle(forced=True)}")
+pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"kernel: {obstacle()}")
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from engine.layers.cpu_rows import RowKernels
 DTYPES = [torch.float32, torch.bfloat16]
 ULP = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # a norm's sum in another order may turn one rounding
 
-pytestmark = pytest.mark.skipif(obstacle(forced=True) is not None, reason=f"kernel: {obstacle(forced=True)}")
+pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"kernel: {obstacle()}")
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)

@@ -10,6 +10,7 @@ from engine.layers.cpu_jit import unavailable_reason
 from engine.layers.cpu_program import TeamProgram
 from engine.layers.cpu_rows import float_bits, row_kernels
 from engine.layers.cpu_rows_job import NormWord
+from engine.models.cpu_context import CpuContext
 from engine.models.cpu_stack import MAX_ROWS, CpuStacks
 from tests.reference.paged import PagedModels, Piece, engine_config
 from tests.reference.toy import make_drafter, make_target
@@ -25,6 +26,12 @@ def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     target, drafter = (tmp_path_factory.mktemp(name) for name in ("target", "drafter"))
     make_drafter(drafter, make_target(target, request.param, **SHAPE), head_dim=16, block_size=8)
     return target, drafter
+
+
+@pytest.fixture(autouse=True)
+def kernels_for_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every processor; see `max_kernel_rows`."""
+    monkeypatch.setenv("DFLASH_CPU_KERNELS", "llvm")
 
 
 @pytest.fixture
@@ -83,6 +90,39 @@ def test_one_call_equals_layer_by_layer(
     assert (num_fused, num_plain) == (5, 0)
     for got, want in zip(fused, plain, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("dtype", "num_expected"), [("bfloat16", 4), ("float32", 5)])
+@torch.inference_mode()
+def test_with_bfloat16_instructions_many_rows_go_layer_by_layer(
+    directories: tuple[Path, Path], dtype: str, num_expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the prefill of 27 rows take one call, and what they give is still that of the layers."""
+    monkeypatch.setenv("DFLASH_CPU_KERNELS", "auto")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    config = engine_config(*directories, dtype=dtype)
+    results = []
+    for allowed in (True, False):
+        with monkeypatch.context() as patch:
+            results.append(_run(PagedModels.load(config, num_seqs=2), patch, allowed=allowed))
+    (mixed, num_mixed), (plain, num_plain) = results
+    assert (num_mixed, num_plain) == (num_expected, 0)
+    for got, want in zip(mixed, plain, strict=True):
+        assert torch.equal(got, want)
+
+
+@torch.inference_mode()
+def test_with_bfloat16_instructions_context_of_many_rows_goes_part_by_part(
+    directories: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_CPU_KERNELS", "auto")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for weights, limit in (("model", 16), ("int8", MAX_ROWS)):
+        config = engine_config(*directories, dtype="bfloat16", drafter_weights=weights)
+        drafter = PagedModels.load(config, num_seqs=2).drafter
+        assert drafter is not None
+        assert CpuContext.takes(drafter, limit)
+        assert not CpuContext.takes(drafter, limit + 1)
 
 
 @pytest.mark.parametrize("weights", ["model", "int8"])

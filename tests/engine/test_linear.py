@@ -1,10 +1,12 @@
 """The linear layer: right sums in every shape, rows independent of each other, torch where there is no kernel."""
 
 import importlib.util
+import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.layers import cpu_gemm, cpu_jit
 from engine.layers import linear as linear_module
@@ -17,7 +19,7 @@ SHAPES = [(1, 1), (16, 1), (5, 3), (33, 7), (48, 130), (100, 64), (257, 96)]  # 
 DTYPES = [torch.bfloat16, torch.float32]
 EPS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # half a unit in the last place
 
-needs_kernel = pytest.mark.skipif(obstacle(forced=True) is not None, reason=f"kernel: {obstacle(forced=True)}")
+needs_kernel = pytest.mark.skipif(obstacle() is not None, reason=f"kernel: {obstacle()}")
 
 
 def _operands(out: int, inner: int, dtype: torch.dtype, *, rows: int = MAX_ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,11 +173,51 @@ def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(cpu_jit, "compile_ir", broken)
-    assert obstacle(forced=True) == "llvmlite does not compile: no such instruction"
+    assert obstacle() == "llvmlite does not compile: no such instruction"
 
 
 @needs_kernel
-def test_a_processor_with_bfloat16_instructions_keeps_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert "bfloat16 instructions" in str(obstacle(forced=False))
-    assert obstacle(forced=True) is None
+@pytest.mark.parametrize(
+    ("supported", "choice", "dtype", "out_dtype", "int8", "limit"),
+    [
+        (True, "auto", torch.bfloat16, None, False, 16),
+        (True, "llvm", torch.bfloat16, None, False, None),
+        (True, "auto", torch.float32, None, False, None),
+        (True, "auto", torch.bfloat16, torch.float32, False, None),
+        (True, "auto", torch.bfloat16, None, True, None),
+        (False, "auto", torch.bfloat16, None, False, None),
+    ],
+)
+def test_with_bfloat16_instructions_torch_takes_many_rows(
+    supported: bool,
+    choice: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    int8: bool,
+    limit: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    monkeypatch.setenv("DFLASH_CPU_KERNELS", choice)
+    monkeypatch.setattr(linear_module, "unavailable_reason", lambda: None)
+    x, weight, bias = _operands(48, 136, dtype)
+    layer = _layer(weight, bias, out_dtype)
+    assert layer.prepare(threads=2, int8=int8)
+    assert hasattr(layer, "weight") == (layer.bias is not None) == (limit is not None)
+    assert torch.equal(layer.plain_weight(), weight) != int8
+    by_kernel = layer.matrix.matmul
+    rows_seen: list[int] = []
+
+    def seen(x: Tensor) -> Tensor:
+        rows_seen.append(x.numel() // 136)
+        return by_kernel(x)
+
+    monkeypatch.setattr(layer.matrix, "matmul", seen)
+    for shape in ((1,), (16,), (4, 4), (17,), (1, MAX_ROWS), (2, 9)):
+        rows = x[: math.prod(shape)]
+        y, kernel = layer.forward(rows.view(*shape, 136)).view(-1, 48), by_kernel(rows)
+        is_taken = limit is None or len(rows) <= limit
+        assert layer.kernel_takes(len(rows)) == is_taken
+        assert (rows_seen == [len(rows)]) == is_taken
+        assert torch.equal(y, kernel if is_taken else F.linear(rows, weight, bias))
+        rows_seen.clear()

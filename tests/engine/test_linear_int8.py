@@ -9,7 +9,7 @@ from engine.layers.cpu_jit import obstacle
 from engine.layers.cpu_quantise_ir import WEIGHT_MAX, activation_max
 from engine.layers.linear import Linear
 
-pytestmark = pytest.mark.skipif(obstacle(forced=True) is not None, reason=f"kernel: {obstacle(forced=True)}")
+pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"kernel: {obstacle()}")
 
 ROWS = 23
 SHAPES = [(16, 8), (5, 16), (33, 72), (130, 576), (48, 2880)]  # out, in
