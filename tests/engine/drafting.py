@@ -9,27 +9,50 @@ from collections.abc import Callable
 import torch
 
 from engine.llm import LLM
+from engine.runner.draft_program import Decision
 from engine.sampling.filters import FilterFlags
 
 Proposal = Callable[[int, int], int]  # (slot, position) -> token id
 
 
+def after_drafts(llm: LLM, hook: Callable[[torch.Tensor, int], None]) -> Callable[[], None]:
+    """Calls hook(slots, draft length of the plan) whenever D has made a step's drafts. Returns what takes it out."""
+    program = llm._rank.runner._draft_program
+    real, real_after = program.draft, program.draft_after
+    told = False
+
+    def draft(slots_S: torch.Tensor, draft_len: int, filters: FilterFlags) -> None:
+        nonlocal told
+        real(slots_S, draft_len, filters)
+        hook(slots_S, draft_len)
+        told = True
+
+    def draft_after(decision: Decision, draft_len: int, filters: FilterFlags) -> None:
+        nonlocal told
+        told = False
+        real_after(decision, draft_len, filters)
+        if not told:  # fused with the decision: `draft` was not asked
+            hook(decision.slots_S, draft_len)
+
+    def take_out() -> None:
+        program.draft, program.draft_after = real, real_after
+
+    program.draft, program.draft_after = draft, draft_after
+    return take_out
+
+
 def propose(llm: LLM, proposal: Proposal) -> None:
     """After every D, overwrite live rows' drafts with `proposal(slot, position)`. Drafter and context run as usual."""
-    runner = llm._rank.runner
-    program = runner._draft_program
-    real = program.draft
+    state = llm._rank.runner.state
 
-    def draft(slots_S: torch.Tensor, plan_draft_len: int, flags: FilterFlags) -> None:
-        real(slots_S, plan_draft_len, flags)
-        state = runner.state
+    def overwrite(slots_S: torch.Tensor, draft_len: int) -> None:
         for slot in slots_S.tolist():
             count = int(state.draft_count[slot])
             start = int(state.committed_len[slot]) + 1
             for j in range(count):
                 state.draft_tokens[slot, j] = proposal(slot, start + j)
 
-    program.draft = draft
+    after_drafts(llm, overwrite)
 
 
 def mixed_truth(llm: LLM, truth: dict[int, list[int]], p_right: float, seed: int) -> None:
@@ -59,11 +82,8 @@ def propose_draws(llm: LLM, likely: dict[int, list[int]], seed: int) -> None:
     """Probabilistic drafts of our own: every draft of a drawing row is uniform among the ids that are likely for its
     request (by the request's seed), and the slot state holds that distribution, as it does for the drafter's draws."""
     generator, state = torch.Generator().manual_seed(seed), llm._rank.runner.state
-    program = llm._rank.runner._draft_program
-    real = program.draft
 
-    def draft(slots_S: torch.Tensor, plan_draft_len: int, flags: FilterFlags) -> None:
-        real(slots_S, plan_draft_len, flags)
+    def overwrite(slots_S: torch.Tensor, draft_len: int) -> None:
         for slot in slots_S.tolist():
             init, count = state.init_of(slot), int(state.draft_count[slot])
             if init.temperature == 0.0 or count == 0:
@@ -74,4 +94,4 @@ def propose_draws(llm: LLM, likely: dict[int, list[int]], seed: int) -> None:
             state.draft_logits[slot, :count, ids] = 0.0
             state.draft_tokens[slot, :count] = ids[torch.randint(len(ids), (count,), generator=generator)]
 
-    program.draft = draft
+    after_drafts(llm, overwrite)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
+from tests.engine.drafting import after_drafts
 from tests.reference import toy as reference_toy
 from tests.reference.dflash_loop import ReferenceDrafter, dflash_generate
 from tests.toy import VOCAB_SIZE, make_drafter, make_target
@@ -77,15 +78,13 @@ def drafted(target_dir: Path, drafter_dir: Path, **options: Any) -> tuple[list[i
     spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter_dir))
     options = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 2, "num_blocks": 60, "block_size": 4} | options
     with LLM(str(target_dir), speculative_config=spec, threads=1, debug_checks=True, **options) as llm:
-        program, state, drafts = llm._rank.runner._draft_program, llm._rank.runner.state, []
-        real = program.draft
+        state, drafts = llm._rank.runner.state, []
 
-        def record(slots_S, draft_len, filters):  # type: ignore[no-untyped-def]
-            real(slots_S, draft_len, filters)
+        def record(slots_S, draft_len):  # type: ignore[no-untyped-def]
             slot = int(slots_S[0])
             drafts.append(state.draft_tokens[slot, : int(state.draft_count[slot])].tolist())
 
-        program.draft = record
+        after_drafts(llm, record)
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         result = llm.generate(PROMPT, params)[0].outputs[0]
         cells = llm.core.counters()
@@ -133,14 +132,12 @@ def test_sampled_drafts_of_a_cut_vocabulary_stay_in_it(
         debug_checks=True,
         **options,
     ) as llm:
-        program, state, drafts = llm._rank.runner._draft_program, llm._rank.runner.state, []
-        real = program.draft
+        state, drafts = llm._rank.runner.state, []
 
-        def record(slots_S, draft_len, filters):  # type: ignore[no-untyped-def]
-            real(slots_S, draft_len, filters)
+        def record(slots_S, draft_len):  # type: ignore[no-untyped-def]
             drafts.extend(state.draft_tokens[slots_S, :draft_len].flatten().tolist())
 
-        program.draft = record
+        after_drafts(llm, record)
         params = [SamplingParams(temperature=1.0, max_tokens=30, seed=i, ignore_eos=True) for i in range(4)]
         outputs = llm.generate([PROMPT] * 4, params)
     assert drafts and not any(token % 5 == 3 for token in drafts)

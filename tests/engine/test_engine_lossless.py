@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
-from tests.engine.drafting import mixed_truth, spoil
+from tests.engine.drafting import after_drafts, mixed_truth, spoil
 from tests.toy import EOS_ID, VOCAB_SIZE, make_drafter, make_target
 
 NUM_TOKENS = 40
@@ -207,11 +207,8 @@ def test_chunking_never_changes_the_drafts(models):
 
     def drafts(llm: LLM) -> list[tuple[int, tuple[int, ...]]]:
         seen = []
-        program = llm._rank.runner._draft_program
-        real = program.draft
 
-        def record(slots_S, draft_len, flags):
-            real(slots_S, draft_len, flags)
+        def record(slots_S, draft_len):
             state = llm._rank.runner.state
             for slot in slots_S.tolist():
                 count = int(state.draft_count[slot])
@@ -219,9 +216,9 @@ def test_chunking_never_changes_the_drafts(models):
                     at = int(state.committed_len[slot])
                     seen.append((at, tuple(state.draft_tokens[slot, :count].tolist())))
 
-        program.draft = record
+        take_out = after_drafts(llm, record)
         llm.generate([text], params)
-        program.draft = real
+        take_out()
         return seen
 
     with engine(models["llama"], 7, max_num_batched_tokens=128) as whole:
@@ -253,18 +250,16 @@ def test_preemption_never_changes_the_drafts(models, depth):
     texts = prompts(3, seed=21, longest=40)
 
     def drafts(llm: LLM) -> dict[tuple[int, int], tuple[int, ...]]:
-        program, state, seen = llm._rank.runner._draft_program, llm._rank.runner.state, {}
-        real = program.draft
+        state, seen = llm._rank.runner.state, {}
 
-        def record(slots_S, draft_len, flags):
-            real(slots_S, draft_len, flags)
+        def record(slots_S, draft_len):
             for slot in slots_S.tolist():
                 count = int(state.draft_count[slot])
                 if count:
                     key = state.init_of(slot).seed, int(state.committed_len[slot])
                     seen[key] = tuple(state.draft_tokens[slot, :count].tolist())
 
-        program.draft = record
+        after_drafts(llm, record)
         llm.generate(texts, greedy(3))
         return seen
 

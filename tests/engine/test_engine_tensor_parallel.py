@@ -5,6 +5,7 @@ import torch
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 from engine.request import EngineRequest
+from tests.engine.drafting import after_drafts
 from tests.reference import toy as reference_toy
 from tests.toy import make_drafter, make_target
 
@@ -44,14 +45,12 @@ def workload() -> list[list[int]]:
 
 def trace(llm: LLM) -> dict:
     """Decode the workload round after round with aborts and preemption for NUM_STEPS steps; tokens and drafts seen."""
-    drafts, program = [], llm._rank.runner._draft_program
-    real = program.draft
+    drafts = []
 
-    def record(slots_S, draft_len, flags):
-        real(slots_S, draft_len, flags)
+    def record(slots_S, draft_len):
         drafts.append(llm._rank.runner.state.draft_tokens[slots_S, :draft_len].tolist())
 
-    program.draft = record
+    after_drafts(llm, record)
     tokens: dict[str, list[int]] = {}
     steps = count = 0
     before = llm._rank.tp.hidden_gathers.calls, llm._rank.tp.hidden_gathers.bytes

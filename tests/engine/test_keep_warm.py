@@ -10,6 +10,7 @@ import pytest
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 from engine.request import EngineRequest
+from tests.engine.drafting import after_drafts
 from tests.toy import make_drafter, make_target
 
 PROMPTS = [[17, 4, 90, 33, 21, 56, 3, 200, 11, 62], [9, 8, 7, 6, 5, 4, 90, 33, 2, 77, 15], [120, 31, 8, 99, 4, 61, 7]]
@@ -41,11 +42,10 @@ class Run:
             self.tokens: dict[int, list[int]] = {index: [] for index in range(4)}
             self.preemptions = self.hits = 0
             core, program, state = llm.core, llm._rank.runner._draft_program, llm._rank.runner.state
-            real_draft, real_write = program.draft, program.write_context
+            real_write = program.write_context
             step = 0
 
-            def record(slots_S, draft_len, filters) -> None:  # type: ignore[no-untyped-def]
-                real_draft(slots_S, draft_len, filters)
+            def record(slots_S, draft_len) -> None:  # type: ignore[no-untyped-def]
                 for slot in slots_S.tolist():
                     key = state.init_of(slot).seed, int(state.committed_len[slot])
                     count = int(state.draft_count[slot])
@@ -54,7 +54,7 @@ class Run:
                         if step >= PAUSE.stop:
                             self.late.add(key)
 
-            program.draft = record
+            after_drafts(llm, record)
             for index, prompt in enumerate(PROMPTS):
                 self._add(llm, index, prompt)
             before = core.counters()
