@@ -13,7 +13,7 @@ import triton.language as tl
 def begin(PDL: tl.constexpr):
     """Waits for the kernel before this one, then lets the next one start up to its own wait.
 
-    Not the other way round: programs of many kernels at once crowd some SMs and leave others empty.
+    The other way round gained nothing at 8B shapes on an H200, and SmolLM2's step took longer with it (measured).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
