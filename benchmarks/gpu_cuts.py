@@ -46,7 +46,9 @@ class Table:
 
     cuts: dict[Key, GemmCut]
 
-    def gemm_cut(self, *, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
+    def gemm_cut(
+        self, *, rows: int, K: int, N: int, swiglu: bool = False, item_bytes: int = 2, shared_bytes: int = 0
+    ) -> GemmCut | None:
         return self.cuts.get((K, N, swiglu))
 
 

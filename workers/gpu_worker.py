@@ -292,7 +292,8 @@ def build_rank(
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     # Between two steps its threads spin 0.2 ms for work, then sleep: by default they spin longer than the replica takes
     # to send what the last step made, for which it needs a core.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if "OMP_WAIT_POLICY" not in os.environ:  # which it would override
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
     from engine.core import EngineCore
     from engine.rank_factory import make_rank

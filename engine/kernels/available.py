@@ -11,10 +11,13 @@ import os
 
 import torch
 
+from engine.kernels.gemm_choice import SM90_SHARED_BYTES
+
 logger = logging.getLogger(__name__)
 
 CHOICE_VARIABLE = "DFLASH_CUDA_KERNELS"
 LAUNCH_VARIABLE = "DFLASH_CUDA_DEPENDENT_LAUNCH"
+_KEPT_BYTES = 2048  # of shared memory, for what a program keeps beside its stages
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -45,6 +48,14 @@ def dependent_launch() -> bool:
     if choice not in ("0", "1"):
         raise ValueError(f"{LAUNCH_VARIABLE} is {choice!r}: use 0 or 1")
     return choice == "1" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@functools.cache
+def shared_bytes() -> int:
+    """Shared memory that a program may have on this machine's GPU, without what Triton keeps; SM90's without a GPU."""
+    if not torch.cuda.is_available():
+        return SM90_SHARED_BYTES
+    return torch.cuda.get_device_properties().shared_memory_per_block_optin - _KEPT_BYTES
 
 
 def obstacle() -> str | None:

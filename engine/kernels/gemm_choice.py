@@ -1,8 +1,9 @@
 """How the few-row matrix kernels are cut, and where cuBLAS is taken instead. Pure arithmetic on shapes.
 
 From `benchmarks/gpu_layer.py` on an H200. Products of small models cost their latency, and the Triton kernel's is half
-of cuBLAS's. Those of an 8B model cost the reading of their weights: at up to 64 rows the kernel is as fast as cuBLAS or
-faster, with what surrounds the product fused into it. Shapes: K inputs, N outputs.
+of cuBLAS's. Those of an 8B model cost the reading of their weights: at 16 rows the kernel, with what surrounds the
+product fused into it, is faster than cuBLAS; 17 to 64 rows were measured one product at a time, before the last
+changes. Shapes: K inputs, N outputs.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ _LEAST_INPUTS = 2048  # of such a weight
 _TILE = 64  # rows of its tiles, the fewest that SM90's matrix units take as left operand
 _LEAST_STEPS = 4  # of a program that shares a sum
 _PROGRAMS = 132  # SMs of the GPU that this was measured on
+SM90_SHARED_BYTES = 225 << 10  # of a program's stages: 227 KiB less what it keeps beside them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,15 +48,24 @@ class HeadCut:
     num_stages: int = 5
 
 
-def gemm_cut(*, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
+def gemm_cut(
+    *, rows: int, K: int, N: int, swiglu: bool = False, item_bytes: int = 2, shared_bytes: int = SM90_SHARED_BYTES
+) -> GemmCut | None:
     """The cut of a product, or None where cuBLAS is the better choice."""
     if not 0 < rows <= MAX_ROWS:
         return None
     if N * K > _SMALL_WEIGHT:
-        return _large_cut(rows, K, N, swiglu)
+        cut = _large_cut(rows, K, N, swiglu)
+        return cut if cut is not None and _stage_bytes(cut, rows, swiglu, item_bytes) <= shared_bytes else None
     if K <= _LONG_SUM or swiglu:
         return GemmCut(outputs=16, inputs=64)
     return GemmCut(outputs=16, inputs=128, num_splits=3 if rows <= _SHARED_ROWS else 1)
+
+
+def _stage_bytes(cut: GemmCut, rows: int, swiglu: bool, item_bytes: int) -> int:
+    """Shared memory of a program's stages: of weights and of x."""
+    tile_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
+    return cut.num_stages * (cut.outputs * (2 if swiglu else 1) + tile_rows) * cut.inputs * item_bytes
 
 
 def _large_cut(rows: int, K: int, N: int, swiglu: bool) -> GemmCut | None:
@@ -65,10 +76,12 @@ def _large_cut(rows: int, K: int, N: int, swiglu: bool) -> GemmCut | None:
     if rows > _LARGE_ROWS or K < _LEAST_INPUTS or (rows > 16 and many and not swiglu):
         return None
     inputs, stages = (128, 5) if rows > 16 else (128, 3) if many else (256, 3)
+    steps = -(-K // inputs)
+    of_each = -(-steps // max(1, min(_PROGRAMS // tiles, K // inputs // _LEAST_STEPS)))
     return GemmCut(
         outputs=outputs,
         inputs=inputs,
-        num_splits=max(1, min(_PROGRAMS // tiles, K // inputs // _LEAST_STEPS)),
+        num_splits=-(-steps // of_each),  # none without a step
         num_stages=stages,
         turned=True,
         ahead=0 if many else 32 << 10,

@@ -77,7 +77,8 @@ def _row_gemm_kernel(
     turn = 0
     if STAGGERED:
         turn = (tile * 5) % tl.maximum(steps, 1)
-    prefetch_rows(weight_at + (first + turn) * BK, ahead, ITEM_BYTES)
+    rest = (K - (first + turn) * BK) * ITEM_BYTES // 32 * 16  # half of what is left of a row; below 0 in an empty split
+    prefetch_rows(weight_at + (first + turn) * BK, tl.maximum(tl.minimum(ahead, rest), 0), ITEM_BYTES)
     begin(PDL)
     m = m_tile * BM + tl.arange(0, BM)
     real = m < M

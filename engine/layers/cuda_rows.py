@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.kernels.available import KERNEL_DTYPES, dependent_launch, interpreted, unavailable_reason
-from engine.kernels.gemm_choice import gemm_cut, head_cut
+from engine.kernels.available import KERNEL_DTYPES, dependent_launch, interpreted, shared_bytes, unavailable_reason
+from engine.kernels.gemm_choice import GemmCut, gemm_cut, head_cut
 
 if TYPE_CHECKING:
     from engine.kernels.row_gemm import Scaled
@@ -68,6 +68,11 @@ class LayerWeights:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+def cut_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
+    """`gemm_cut` of weights of a type, on this machine's GPU."""
+    return gemm_cut(rows=rows, K=K, N=N, swiglu=swiglu, item_bytes=dtype.itemsize, shared_bytes=shared_bytes())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +145,7 @@ class CudaRows:
         """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: `split_counters`."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
-        cut = gemm_cut(rows=rows, K=K, N=N)
+        cut = cut_of(weight.dtype, rows=rows, K=K, N=N)
         if cut is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
@@ -195,13 +200,13 @@ class CudaRows:
 
     def takes_layer(self, rows: int, layer: LayerWeights) -> bool:
         """Whether a layer of that many rows runs in the fused launches."""
-        H, mlp_size = layer.input_norm.shape[0], layer.down.shape[1]
+        H, mlp_size, dtype = layer.input_norm.shape[0], layer.down.shape[1], layer.down.dtype
         by_heads = head_cut(rows=rows, K=H, head_dim=layer.head_dim) is not None
         return (
-            (by_heads or gemm_cut(rows=rows, K=H, N=layer.qkv.shape[0]) is not None)
-            and gemm_cut(rows=rows, K=layer.o.shape[1], N=H) is not None
-            and gemm_cut(rows=rows, K=H, N=mlp_size, swiglu=True) is not None
-            and gemm_cut(rows=rows, K=mlp_size, N=H) is not None
+            (by_heads or cut_of(dtype, rows=rows, K=H, N=layer.qkv.shape[0]) is not None)
+            and cut_of(dtype, rows=rows, K=layer.o.shape[1], N=H) is not None
+            and cut_of(dtype, rows=rows, K=H, N=mlp_size, swiglu=True) is not None
+            and cut_of(dtype, rows=rows, K=mlp_size, N=H) is not None
         )
 
     def scale_rows(self, x_NH: Tensor, weight: Tensor, eps: float) -> Scaled:
@@ -285,7 +290,7 @@ class CudaRows:
     ) -> Scaled | None:
         from engine.kernels.row_gemm import row_gemm
 
-        cut = gemm_cut(rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
+        cut = cut_of(weight.dtype, rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
         assert cut is not None
         return row_gemm(
             x,

@@ -142,8 +142,9 @@ def launch_largest_steps(runner: ModelRunner, config: EngineConfig) -> None:
     slots = range(config.max_num_seqs)
     num_prompts = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_prompts, config.max_model_len - 1)
-    num_blocks = -(-(length + 1 + config.lookahead) // config.block_size)
     width = config.draft_len_choices[-1]
+    # The second step may accept all its drafts and draft behind them.
+    num_blocks = min(-(-(length + width + 1 + config.lookahead) // config.block_size), config.max_blocks_per_seq)
     rules = LogitsRules(logit_bias=((0, 1.0),), presence_penalty=0.5 if config.enable_penalty else 0.0)
     inits = tuple(
         SlotInit(

@@ -151,7 +151,7 @@ def greedy_pairs(logits_NV: Tensor, tp: VocabGroup, vocab_start: int) -> tuple[T
     if tp.size == 1:
         return value_N, id_N
     pair_NR2 = _gather_pairs(value_N, id_N, tp)
-    return pair_NR2[:, :, 0].amax(dim=1), _best_id(pair_NR2)
+    return pair_NR2[:, :, 0].amax(dim=1).to(value_N.dtype), _best_id(pair_NR2)
 
 
 def peak_logits(logits_NV: Tensor, tp: VocabGroup) -> Tensor:

@@ -120,6 +120,20 @@ def test_two_ranks_equal_one(models, gather, rejection, draft_sampling):
     assert num_bytes == sum(shape[0] for shape in two["rows"]) * taps * share * 4
 
 
+def test_two_ranks_equal_one_without_checks(models):
+    """The compiled bookkeeping of the CPU, which debug_checks leaves out, under two ranks."""
+    target, drafter = models
+    spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter))
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    tokens = []
+    for size in (1, 2):
+        options = BASE | dict(tensor_parallel_size=size, debug_checks=False)
+        with LLM(str(target), speculative_config=spec, num_blocks=100, **options) as llm:
+            tokens.append([output.outputs[0].token_ids for output in llm.generate(workload()[:3], params)])
+            assert llm.core.counters().num_accepted_tokens > 5
+    assert tokens[0] == tokens[1]
+
+
 def test_a_lost_follower_is_an_error_not_a_hang(models):
     target, drafter = models
     spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter))

@@ -34,6 +34,22 @@ def test_cuts_fit(rows: int, shape: tuple[int, int, bool]) -> None:
     assert not cut.turned or weight_rows >= 64
 
 
+def test_no_split_is_empty() -> None:
+    for K in range(2048, 16384, 128):
+        for N in range(512, 16384, 448):
+            cut = gemm_cut(rows=64, K=K, N=N)
+            if cut is not None:
+                steps = -(-K // cut.inputs)
+                assert (cut.num_splits - 1) * -(-steps // cut.num_splits) < steps, (K, N)
+
+
+def test_what_does_not_fit_goes_to_cublas() -> None:
+    shape = dict(rows=64, K=4096, N=6144)
+    assert gemm_cut(**shape) is not None
+    assert gemm_cut(**shape, item_bytes=4) is None  # float32
+    assert gemm_cut(**shape, shared_bytes=97 << 10) is None  # SM86
+
+
 def test_which_layers_are_fused() -> None:
     """All products of a layer take the kernel or none: an 8B model's at up to 64 rows, a small one's at any number."""
     for rows in (1, 16, 48, 64):
