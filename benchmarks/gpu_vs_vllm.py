@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def bytes_of_a_step(lab: Lab) -> dict[str, float]:
     return {
         "weights": weight_bytes(target),
         "weights_with_drafts": weight_bytes(target, drafter) + head.numel() * head.element_size(),
-        "kv_per_token": bytes_per_block(config) / config.block_size,
+        "kv_per_token": bytes_per_block(replace(config, drafter=None)) / config.block_size,
+        "kv_per_token_with_drafts": bytes_per_block(config) / config.block_size,
         "bytes_per_s": read_bandwidth(),
     }
 

@@ -74,8 +74,8 @@ def add_floors(context: Sequence[Row], rows: Sequence[Row]) -> None:
     for row in context:
         floor = floors.get(row["workload"])
         if floor and "ours" in row:
-            weights = floor["weights_with_drafts" if row["draft_len"] else "weights"]
-            num_bytes = weights + floor["kv_per_token"] * row["context"]
+            kind = "_with_drafts" if row["draft_len"] else ""
+            num_bytes = floor["weights" + kind] + floor["kv_per_token" + kind] * row["context"]
             row["floor_ms"] = round(1e3 * num_bytes / floor["bytes_per_s"], 4)
             row["ours"]["over_floor"] = round(row["ours"]["step_ms"] / row["floor_ms"], 3)
 

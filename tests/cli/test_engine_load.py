@@ -115,8 +115,8 @@ def test_the_report_names_what_does_not_hold(modules: tuple[ModuleType, ModuleTy
     )
     rows.append(
         dict(
-            side="ours", workload="q8", part="floor", weights=3e9, weights_with_drafts=4e9, kv_per_token=1e6,
-            bytes_per_s=1e12,
+            side="ours", workload="q8", part="floor", weights=3e9, weights_with_drafts=4e9, kv_per_token=5e5,
+            kv_per_token_with_drafts=1e6, bytes_per_s=1e12,
         )
     )  # fmt: skip
     found = vs_report.report(rows)
