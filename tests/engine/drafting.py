@@ -85,8 +85,11 @@ def propose_draws(llm: LLM, likely: dict[int, list[int]], seed: int) -> None:
 
     def overwrite(slots_S: torch.Tensor, draft_len: int) -> None:
         for slot in slots_S.tolist():
-            init, count = state.init_of(slot), int(state.draft_count[slot])
-            if init.temperature == 0.0 or count == 0:
+            count = int(state.draft_count[slot])
+            if count == 0:  # the slot of filler rows, too, which holds no request
+                continue
+            init = state.init_of(slot)
+            if init.temperature == 0.0:
                 continue
             ids = torch.tensor(likely[init.seed])
             assert state.draft_logits is not None
