@@ -186,8 +186,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for round_index in range(args.rounds + 1):
             for batch, name, option in cells:
                 rows = list(OPTIONS.values()) if option == MIXED else [OPTIONS[option]]
-                found = engines[name].decode(rows, batch=batch, prompt_len=args.prompt_len, num_steps=args.steps)
-                if round_index:  # the first round warms caches and allocators
+                # The first round warms caches and allocators.
+                num_steps = args.steps if round_index else min(3, args.steps)
+                found = engines[name].decode(rows, batch=batch, prompt_len=args.prompt_len, num_steps=num_steps)
+                if round_index:
                     times[batch, name, option] += found
                 took = f"{statistics.median(found) * 1e3:.2f} ms"
                 print(f"round {round_index} batch {batch} {name}: {option}: {took}", file=sys.stderr, flush=True)

@@ -11,6 +11,9 @@ are acceptance lengths of the development documents, which no run trains on, at 
 With --drafter one more process cuts the head to the target's most frequent ids, counted in the training documents, and
 scores that drafter with each cut on the sets of --prompts. OUT.json is rewritten after every result; a run that would
 not end within --seconds is not begun. The counts go beside it, as OUT-token-counts.npy.
+
+With --speed ROWS ANCHORS one more process, which compiles beside the others, times steps of that batch once all others
+have ended: block tokens a second of the device alone, the target's forward included.
 """
 
 import argparse
@@ -41,6 +44,9 @@ from engine.training.vocabulary import most_frequent, token_counts
 from engine.weights.source import fetch
 
 _HEAD = "heads"  # the group that cuts heads
+_SPEED = "speed"  # the group that times steps
+_ALONE = "alone"  # a file: nothing but it runs any more
+_TIMED_STEPS = 25
 _CORPUS = "corpus-0.npz"
 _SCORE_ROWS = 2  # rows of a scoring pass: its masks are dense
 
@@ -62,6 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="evaluation prompts by set; no training prompt overlaps with them")
     parser.add_argument("--drafter", type=Path, help="score this drafter with cut heads")
     parser.add_argument("--head-sizes", type=int, nargs="*", default=[8192, 16384, 24576, 32768])
+    parser.add_argument("--speed", type=int, nargs=2, metavar=("ROWS", "ANCHORS"), help="time steps of this batch")
     parser.add_argument("--turns", type=int, default=36000, help="user turns that the target writes")
     parser.add_argument("--turn-seconds", type=float, default=10.0)
     parser.add_argument("--response-seconds", type=float, default=26.0)
@@ -207,6 +214,32 @@ def cut_heads(args: argparse.Namespace, shared: dict[str, Any]) -> Iterator[dict
         }
 
 
+def timed_steps(args: argparse.Namespace, shared: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Block tokens a second of a batch of --speed, with the device to itself."""
+    rows_per_step, anchors = args.speed
+    group = Group(args, shared | {"rows_per_step": rows_per_step, "anchors_per_row": anchors}, {_SPEED: {}})
+    group.compile_all()
+    train, _ = pipeline.split_corpus(wait_for_corpus(args), group.recipe({}).row_len)
+    trainer = group.trainer(_SPEED, pack(train, row_len=group.recipe({}).row_len, seed=0).to(group.ranks.device))
+    while not (args.work_dir / _ALONE).is_file():
+        time.sleep(0.2)
+    for measured in (False, True):  # the first round warms the device up
+        began = time.monotonic()
+        for _ in range(_TIMED_STEPS):
+            trainer.train_step()
+        if args.device != "cpu":
+            torch.cuda.synchronize()
+        elapsed_s = time.monotonic() - began
+        if measured:
+            tokens = rows_per_step * anchors * trainer.program.block_size * _TIMED_STEPS
+            yield {
+                "rows_per_step": rows_per_step,
+                "anchors_per_row": anchors,
+                "step_ms": round(elapsed_s / _TIMED_STEPS * 1e3, 2),
+                "block_tokens_per_s": round(tokens / elapsed_s),
+            }
+
+
 def scoring_set(dev: Corpus, recipe: TrainRecipe, device: str) -> AcceptanceSet:
     return pipeline.acceptance_set(dev, replace(recipe, rows_per_step=_SCORE_ROWS), device)
 
@@ -223,10 +256,9 @@ def wait_for_corpus(args: argparse.Namespace) -> Corpus:
 def child(args: argparse.Namespace) -> None:
     """Appends each result of the group to its file."""
     plan = json.loads(args.variants.read_text())
+    own = {_HEAD: cut_heads, _SPEED: timed_steps}.get(args.group)
     results = (
-        cut_heads(args, plan["shared"])
-        if args.group == _HEAD
-        else Group(args, plan["shared"], plan["groups"][args.group]).results()
+        Group(args, plan["shared"], plan["groups"][args.group]).results() if own is None else own(args, plan["shared"])
     )
     with results_file(args, args.group).open("a") as file:
         for result in results:
@@ -253,14 +285,16 @@ def main() -> None:
     known = json.loads(args.variants.read_text())["groups"]
     if unknown := sorted(set(args.groups or []) - set(known)):
         raise SystemExit(f"--groups: there is no {unknown[0]!r}; there are {', '.join(known)}")
-    groups = [*(args.groups or known), *([_HEAD] if args.drafter else [])]
+    groups = [*(args.groups or known), *([_HEAD] if args.drafter else []), *([_SPEED] if args.speed else [])]
     for group in groups:
         results_file(args, group).unlink(missing_ok=True)
-    corpus = args.work_dir / _CORPUS
-    corpus.unlink(missing_ok=True)
+    corpus, alone = args.work_dir / _CORPUS, args.work_dir / _ALONE
+    for left in (corpus, alone):
+        left.unlink(missing_ok=True)
     command = [sys.executable, *sys.argv, "--stop-at", str(began + args.seconds)]
-    # Six processes that compile at once, each with a worker for every core, would need hundreds.
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4"} | os.environ
+    # All compile at once, each with workers of its own: by default one for every core, hundreds in all.
+    compilers = max(2, len(os.sched_getaffinity(0)) // len(groups))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(compilers)} | os.environ
     children = {group: subprocess.Popen([*command, "--group", group], env=environment) for group in groups}
     record: dict[str, Any] = {"command": command_line(), "machine": machine(args.device), "corpus": {}}
     try:
@@ -280,13 +314,15 @@ def main() -> None:
                 print("out of time; unfinished runs are left out", flush=True)
                 break
             time.sleep(1.0)
+            if all(process.poll() is not None for group, process in children.items() if group != _SPEED):
+                alone.touch()
             collect(args, record, groups, began)
     finally:
         for process in children.values():
             process.kill()
         collect(args, record, groups, began)
     failed = [group for group, process in children.items() if process.wait()]
-    print("\n".join(json.dumps(result) for result in [*record["results"], *record["cut_heads"]]))
+    print("\n".join(json.dumps(result) for result in [*record["results"], *record["cut_heads"], *record["speed"]]))
     if failed:
         sys.exit(f"no clean end: {', '.join(failed)}")
 
@@ -299,6 +335,7 @@ def collect(args: argparse.Namespace, record: dict[str, Any], groups: list[str],
         found += [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     record["results"] = [result for result in found if "variant" in result]
     record["cut_heads"] = [result for result in found if "head_rows" in result]
+    record["speed"] = [result for result in found if "block_tokens_per_s" in result]
     record["seconds"] = round(time.time() - began, 1)
     args.out.write_text(json.dumps(record, indent=1) + "\n")
 
