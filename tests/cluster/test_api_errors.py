@@ -188,6 +188,12 @@ def test_every_refused_field_is_refused_by_name_and_passes_as_null(server: ApiSe
     assert server.http.post("/v1/chat/completions", json=CHAT | dict.fromkeys(refused_fields())).status_code == 200
 
 
+def test_refusals_leave_the_replica_healthy(server: ApiServer):
+    for body in (CHAT | {"logprobs": 1}, CHAT | {"temperature": -1}, {}):
+        assert server.http.post("/v1/chat/completions", json=body).status_code == 400
+    assert [server.http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+
+
 @pytest.mark.parametrize(
     ("content", "param", "text"),
     [

@@ -11,6 +11,7 @@ import torch
 from engine.llm import LLM
 from engine.runner.draft_program import Decision
 from engine.sampling.filters import FilterFlags
+from engine.step import StepPlan
 
 Proposal = Callable[[int, int], int]  # (slot, position) -> token id
 
@@ -98,3 +99,40 @@ def propose_draws(llm: LLM, likely: dict[int, list[int]], seed: int) -> None:
             state.draft_tokens[slot, :count] = ids[torch.randint(len(ids), (count,), generator=generator)]
 
     after_drafts(llm, overwrite)
+
+
+class Recount:
+    """What the engine's counters must say at the end, from the drafts that lie in the slots before every launch and the
+    texts that its requests are known to get. By exact match, a draft is accepted where it is the text's own token and
+    all before it in its block are.
+
+    texts: full token sequence (prompt + output) by the request's seed. num_drafts: blocks with drafts.
+    accepted: drafts accepted, by their position in the block.
+    """
+
+    def __init__(self, llm: LLM, texts: dict[int, list[int]]) -> None:
+        self._runner, self._texts = llm._rank.runner, texts
+        self.num_drafts = 0
+        self.accepted = [0] * llm.config.max_draft_len
+        launch = self._runner.launch
+
+        def launch_and_count(plan: StepPlan) -> None:
+            for slot in plan.decode_slots:
+                self._count(slot, plan.verify_len)
+            launch(plan)
+
+        self._runner.launch = launch_and_count
+
+    def _count(self, slot: int, verify_len: int) -> None:
+        state = self._runner.state
+        if bool(state.finished[slot]):
+            return
+        init, committed = state.init_of(slot), int(state.committed_len[slot])
+        count = min(verify_len, int(state.draft_count[slot]), init.max_len - 2 - committed)
+        drafts = state.draft_tokens[slot, : max(count, 0)].tolist()
+        self.num_drafts += bool(drafts)
+        text = self._texts[init.seed][committed + 1 :]  # shorter than the drafts where it ends in this block
+        for position, (draft, token) in enumerate(zip(drafts, text, strict=False)):
+            if draft != token:
+                return
+            self.accepted[position] += 1

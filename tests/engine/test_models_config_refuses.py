@@ -60,6 +60,7 @@ def target() -> TargetConfig:
 
 TARGET_CASES: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GptOssForCausalLM"]}, "architecture 'GptOssForCausalLM' is not supported by this version"),
+    ({"architectures": ["Gemma3ForCausalLM"]}, "architecture 'Gemma3ForCausalLM' is not supported by this version"),
     ({"architectures": REMOVE}, "architectures must name one architecture, got None"),
     ({"architectures": ["LlamaForCausalLM", "X"]}, "architectures must name one architecture"),
     ({"hidden_size": REMOVE}, "hidden_size is missing"),
@@ -113,6 +114,10 @@ DRAFTER_CASES: list[tuple[dict[str, Any], str]] = [
     ({"shift_label": True}, "config.json: shift_label=True is not supported by this version"),
     ({"dflash_config.shift_label": True}, "dflash_config.shift_label=True is not supported by this version"),
     ({"dflash_config.projector_type": "mlp"}, "dflash_config.projector_type='mlp' is not supported by this version"),
+    ({"dflash_config.use_aux_hidden_state": False}, "dflash_config.use_aux_hidden_state=False is not supported"),
+    ({"dflash_config.final_logit_softcapping": 30.0}, "dflash_config.final_logit_softcapping=30.0 is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported by this version"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported by this version"),
     ({"dflash_config.causal": "yes"}, "is_causal and dflash_config.causal must be true or false, got 'yes'"),
     ({"dflash_config.use_swa": True}, "sliding_window is missing"),
     ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window is missing"),
@@ -140,6 +145,7 @@ DRAFTER_CASES: list[tuple[dict[str, Any], str]] = [
     ({"block_size": REMOVE}, "block_size is missing"),
     ({"block_size": 1}, "block_size must be an integer >= 2, got 1"),
     ({"vocab_size": 130}, "vocab_size=130 differs from the target's 131"),
+    ({"vocab_size": REMOVE}, "vocab_size is missing"),
     (
         {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
         "rope_scaling.rope_type 'longrope' is not supported by this version; supported: default, linear, llama3, yarn",
