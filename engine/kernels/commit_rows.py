@@ -4,7 +4,6 @@ Each row is one program, its columns one vector. What is computed is told by the
 `engine.sampling.verify`, `engine.runner.draft_program` and `engine.runner.batch`. Shapes as in `row_state` beside this.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -161,30 +160,11 @@ def commit(
 
     block_width: W, 0 without a drafter. positions: of the drafter's table.
     """
-    R, device = slots_R.shape[0], slots_R.device
-    Q, W, num_stops = width + 1, block_width, slots.stop_ids.shape[1]
+    R, Q, W, num_stops = slots_R.shape[0], width + 1, block_width, slots.stop_ids.shape[1]
     assert slots.max_len.stride(0) == slots.min_len.stride(0)
     assert drawn_N.is_contiguous()
     assert peak_N.is_contiguous()
-
-    def integers(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, device=device)
-
-    made = Commit(
-        tokens_RQ=integers(R, Q),
-        emitted_R=integers(R),
-        accepted_R=integers(R),
-        finish_R=integers(R),
-        packed=torch.empty(R, 4 + Q, dtype=torch.int32, device=device),
-        context_slots_N=integers(R * Q),
-        context_positions_N=integers(R * Q),
-        live_R=torch.empty(R, dtype=torch.bool, device=device),
-        start_R=integers(R),
-        kv_len_R=integers(R),
-        block_ids=integers(R * W),
-        block_positions=integers(R * W),
-        block_cache=integers(R * W),
-    )
+    made = Commit.empty(R, width, W, slots_R.device)
     _commit_kernel[(R,)](
         slots_R,
         drawn_N,

@@ -4,7 +4,9 @@ Shapes: R rows, K drafts, Q = K + 1 columns, W drafter block, S slots, B block-t
 """
 
 from dataclasses import dataclass
+from typing import Self
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +22,21 @@ class TargetRows:
     ids_N: Tensor
     positions_N: Tensor
     cache_N: Tensor
+
+    @classmethod
+    def empty(cls, R: int, K: int, device: torch.device) -> Self:
+        """Unwritten memory for R rows of K drafts."""
+        N = R * (K + 1)
+        return cls(
+            drafts_RK=_integers(device, R, K),
+            k_R=_integers(device, R),
+            committed_R=_integers(device, R),
+            finished_R=torch.empty(R, dtype=torch.bool, device=device),
+            kv_len_R=_integers(device, R),
+            ids_N=_integers(device, N),
+            positions_N=_integers(device, N),
+            cache_N=_integers(device, N),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +59,26 @@ class Commit:
     block_positions: Tensor
     block_cache: Tensor
 
+    @classmethod
+    def empty(cls, R: int, K: int, W: int, device: torch.device) -> Self:
+        """Unwritten memory for R rows of K drafts and blocks of W."""
+        Q = K + 1
+        return cls(
+            tokens_RQ=_integers(device, R, Q),
+            emitted_R=_integers(device, R),
+            accepted_R=_integers(device, R),
+            finish_R=_integers(device, R),
+            packed=torch.empty(R, 4 + Q, dtype=torch.int32, device=device),
+            context_slots_N=_integers(device, R * Q),
+            context_positions_N=_integers(device, R * Q),
+            live_R=torch.empty(R, dtype=torch.bool, device=device),
+            start_R=_integers(device, R),
+            kv_len_R=_integers(device, R),
+            block_ids=_integers(device, R * W),
+            block_positions=_integers(device, R * W),
+            block_cache=_integers(device, R * W),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
@@ -56,3 +93,7 @@ class Slots:
     min_len: Tensor
     stop_ids: Tensor
     block_table: Tensor
+
+
+def _integers(device: torch.device, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device=device)

@@ -4,7 +4,6 @@ Each row is one program, its columns one vector. What is computed is told by the
 `engine.runner.batch` and `engine.runner.draft_program`. Shapes as in `engine.kernels.row_state`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -100,21 +99,8 @@ def target_rows(
     slots: Slots, slots_R: Tensor, limit_1: Tensor, *, width: int, block_size: int, pdl: bool = False
 ) -> TargetRows:
     """T's inputs of decode rows at a program width of `width` drafts."""
-    R, device = slots_R.shape[0], slots_R.device
-
-    def integers(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, device=device)
-
-    rows = TargetRows(
-        drafts_RK=integers(R, width),
-        k_R=integers(R),
-        committed_R=integers(R),
-        finished_R=torch.empty(R, dtype=torch.bool, device=device),
-        kv_len_R=integers(R),
-        ids_N=integers(R * (width + 1)),
-        positions_N=integers(R * (width + 1)),
-        cache_N=integers(R * (width + 1)),
-    )
+    R = slots_R.shape[0]
+    rows = TargetRows.empty(R, width, slots_R.device)
     _target_rows_kernel[(R,)](
         slots_R,
         limit_1,

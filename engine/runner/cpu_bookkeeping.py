@@ -33,7 +33,7 @@ class CpuBookkeeping:
         """T's inputs of decode rows at a program width of `width` drafts."""
         key = R, _ = slots_R.shape[0], width
         if key not in self._rows:
-            self._rows[key] = _new_rows(R, width)
+            self._rows[key] = TargetRows.empty(R, width, slots_R.device)
         rows = self._rows[key]
         assert slots_R.is_contiguous()
         job = self._target_job(
@@ -84,7 +84,7 @@ class CpuBookkeeping:
         """
         key = R, _, _ = slots_R.shape[0], width, block_width
         if key not in self._commits:
-            self._commits[key] = _new_commit(R, width, block_width)
+            self._commits[key] = Commit.empty(R, width, block_width, slots_R.device)
         made = self._commits[key]
         assert slots.max_len.stride(0) == slots.min_len.stride(0)
         assert all(tensor.is_contiguous() for tensor in (slots_R, drawn_N, peak_N, slots.stop_ids))
@@ -148,39 +148,3 @@ class CpuBookkeeping:
             slots.draft_count.data_ptr(),
         )
         self._store.run(job, 1)
-
-
-def _integers(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int64)
-
-
-def _new_rows(R: int, K: int) -> TargetRows:
-    return TargetRows(
-        drafts_RK=_integers(R, K),
-        k_R=_integers(R),
-        committed_R=_integers(R),
-        finished_R=torch.zeros(R, dtype=torch.bool),
-        kv_len_R=_integers(R),
-        ids_N=_integers(R * (K + 1)),
-        positions_N=_integers(R * (K + 1)),
-        cache_N=_integers(R * (K + 1)),
-    )
-
-
-def _new_commit(R: int, K: int, W: int) -> Commit:
-    Q = K + 1
-    return Commit(
-        tokens_RQ=_integers(R, Q),
-        emitted_R=_integers(R),
-        accepted_R=_integers(R),
-        finish_R=_integers(R),
-        packed=torch.zeros(R, 4 + Q, dtype=torch.int32),
-        context_slots_N=_integers(R * Q),
-        context_positions_N=_integers(R * Q),
-        live_R=torch.zeros(R, dtype=torch.bool),
-        start_R=_integers(R),
-        kv_len_R=_integers(R),
-        block_ids=_integers(R * W),
-        block_positions=_integers(R * W),
-        block_cache=_integers(R * W),
-    )

@@ -6,6 +6,8 @@ the torch forms in `batch`, `draft_program` and `engine.sampling.verify`, which 
 
 from __future__ import annotations  # annotations only, of classes that refer to this one
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +39,7 @@ class FusedRows:
         self._mask_id = 0 if drafter is None else drafter.mask_token_id
         self._positions = 0 if drafter is None else drafter.max_position_embeddings
         self._pdl = cpu is None and dependent_launch()
+        self._commit: Callable[..., Commit] = self._commit_of(cpu)
 
     @classmethod
     def create(
@@ -48,6 +51,13 @@ class FusedRows:
         if device.type == "cpu":
             return cls(config, state, builder, cpu=CpuBookkeeping()) if cpu_unavailable_reason() is None else None
         return cls(config, state, builder) if unavailable_reason() is None else None
+
+    def _commit_of(self, cpu: CpuBookkeeping | None) -> Callable[..., Commit]:
+        if cpu is not None:
+            return cpu.commit
+        from engine.kernels.commit_rows import commit
+
+        return functools.partial(commit, pdl=self._pdl)
 
     @property
     def _slots(self) -> Slots:
@@ -118,23 +128,7 @@ class FusedRows:
         synthetic_R: Tensor | None,
     ) -> Commit:
         """`verify` and the writes of its verdict, the context's rows and the drafter's block."""
-        if self._cpu is not None:
-            return self._cpu.commit(
-                self._slots,
-                slots_R,
-                rows,
-                drawn_N,
-                peak_N,
-                width=width,
-                block_size=self._block_size,
-                synthetic_R=synthetic_R,
-                block_width=self._block_width,
-                mask_id=self._mask_id,
-                positions=self._positions,
-            )
-        from engine.kernels.commit_rows import commit
-
-        return commit(
+        return self._commit(
             self._slots,
             slots_R,
             rows,
@@ -146,7 +140,6 @@ class FusedRows:
             block_width=self._block_width,
             mask_id=self._mask_id,
             positions=self._positions,
-            pdl=self._pdl,
         )
 
     def draft_inputs(self, slots_R: Tensor, made: Commit) -> ForwardInputs:
