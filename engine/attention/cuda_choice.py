@@ -9,6 +9,7 @@ from dataclasses import dataclass
 MAX_DECODE_QUERIES = 32  # uniform groups of at most so many queries take the split-KV kernel, at any batch size
 _TILE_ROWS = (16, 32, 64, 128)
 _MOST_SPLITS = 128
+_SHORT_KV_LEN = 8192  # between 4,096 positions, where short tiles gain, and 16,384, where they lose
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,21 +41,25 @@ def decode_cut(
 
     A tile takes about a microsecond whatever else happens, so one request gets a program per tile; many get what keeps
     the SMs busy: 6 programs each of small tiles at head size 64, half of it for tall tiles, two thirds at 128. One
-    request of large heads gets one program an SM: what more of them gain the merge of their parts loses.
+    request of large heads gets one program an SM: what more of them gain the merge of their parts loses. Few tiles each
+    are short ones there, which come sooner; many gain from being long.
     """
     packed = queries * group
     rows = next((size for size in _TILE_ROWS if size >= packed), _TILE_ROWS[-1])
-    positions = 64
     units = sequences * kv_heads * -(-packed // rows)
+    few = head_dim > 64 and units <= num_sms // 16
+    short = few and rows == 64 and max_kv_len <= _SHORT_KV_LEN
+    positions = 32 if short else 64
     tiles = -(-max_kv_len // positions)
     programs_per_sm = (6 if rows <= 32 else 3) if head_dim <= 64 else (4 if rows <= 32 else 2)
-    if head_dim > 64 and units <= num_sms // 16:
+    if few:
         programs_per_sm = 1
     return DecodeCut(
         rows=rows,
         positions=positions,
         num_splits=max(1, min(tiles, _MOST_SPLITS, programs_per_sm * num_sms // units)),
         num_warps=8 if rows == 128 else 4,
+        num_stages=4 if short else 3,
     )
 
 

@@ -159,4 +159,6 @@ def test_one_request_is_split_and_many_are_not() -> None:
     one = decode_cut(sequences=1, queries=16, group=4, kv_heads=8, head_dim=128, max_kv_len=4096, num_sms=132)
     many = decode_cut(sequences=64, queries=16, group=4, kv_heads=8, head_dim=128, max_kv_len=4096, num_sms=132)
     assert one.num_splits > 8 and many.num_splits == 1
+    far = decode_cut(sequences=1, queries=16, group=4, kv_heads=8, head_dim=128, max_kv_len=32768, num_sms=132)
+    assert one.positions < far.positions and one.num_splits == far.num_splits == 16
     assert ragged_cut(rows=64, group=3, kv_heads=3, num_sms=132).rows < 128
