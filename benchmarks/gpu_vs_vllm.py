@@ -10,7 +10,8 @@ vLLM (0.26.0, peer_vllm.py; --peer-path is put ahead of its PYTHONPATH) runs fir
 draft length, then this engine, which is also put under the arrivals that the peer bore. Never both at once. Every row
 is kept as it comes in OUT.rows.json; with --resume a later run adds to them, so that the two sides and the draft
 lengths can be measured in pieces: OUT.json is made from all rows (vs_report.py), OUT.WORKLOAD.svg shows the speeds.
-MODEL and the engine's own needs: see gpu_engine.py. Exits 1 if a process failed or a measured bar does not hold.
+MODEL and the engine's own needs: see gpu_engine.py. Exits 1 if a process failed or a bar does not hold, else 3 if rows
+for a bar lack (so does a run that measures one side alone), else 0.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from engine_load import (
 )
 from gpu_engine import q8_config, smol_config
 from gpu_lab import Lab, read_bandwidth, save, versions, weight_bytes, write_qwen3_8b
-from vs_report import draw, peer_rates, report
+from vs_report import FAIL, draw, exit_code, peer_rates, report
 
 from engine.kv_cache.block_bytes import bytes_per_block
 from engine.request import EngineRequest
@@ -206,13 +207,20 @@ def main() -> None:
     rows: list[dict[str, Any]] = json.loads(kept.read_text()) if args.resume and kept.is_file() else []
     before = json.loads(args.out.read_text()) if args.resume and args.out.is_file() else {}
     record = {"commands": [*before.get("commands", []), command_line()]}
+    asked = [
+        (workload, part, draft_len)
+        for workload in args.workloads
+        for part in args.parts
+        for draft_len in args.draft_lens
+        if part != "accept" or (workload == "smol" and draft_len)  # it is decreed for q8
+    ]
     well = True
 
     def add(side: str, workload: str, found: list[dict[str, Any]]) -> None:
         """The files hold it from here on, whatever becomes of the next run."""
         rows.extend(dict(side=side, workload=workload) | row for row in found)
         kept.write_text(json.dumps(rows) + "\n")
-        record.update(report(rows))
+        record.update(report(rows, asked))
         save(args.out, record)
         for name in {point["workload"] for point in record["curve"]}:
             args.out.with_suffix(f".{name}.svg").write_text(draw(record["curve"], name))
@@ -237,7 +245,7 @@ def main() -> None:
     for name in ("best", "first", "context", "poisson", "accept", "bars"):
         for row in record.get(name, []):
             print(name.upper(), json.dumps(row), flush=True)
-    sys.exit(0 if well and all(bar["ok"] for bar in record.get("bars", [])) else 1)
+    sys.exit(exit_code(record.get("bars", [])) if well else FAIL)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What the rows of gpu_vs_vllm.py say: medians and ratios, the best draft length of each side, bars, and a curve.
 
-A row has `side` ("ours" or "vllm"), `workload`, and what engine_load.py put into it.
+A row has `side` ("ours" or "vllm"), `workload`, and what engine_load.py put into it. The sides are compared at draft
+lengths that both were measured at; a bar whose rows are not there is in the report too, with `ok` null and what lacks.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from engine_load import bootstrap
@@ -13,17 +14,18 @@ from engine_load import bootstrap
 Row = dict[str, Any]
 Groups = dict[tuple[tuple[str, Any], ...], dict[str, list[Row]]]  # fields of a group -> side -> its rows
 SIDES = ("ours", "vllm")
-ABOUT = ("start", "floor", "counters", "error", "versions")
+MEASURED = ("speed", "first", "context", "poisson", "accept")
 MEDIANS = (
     "tokens_per_s", "tokens_per_s_per_user", "first_token_ms", "step_ms", "gap_p99_ms", "token_p99_ms",
     "acceptance_length",
 )  # fmt: skip
 TOLERANCE = 0.97  # of the peer's speed at any number of requests
+HOLD, FAIL, NOT_MEASURED = 0, 1, 3  # exit codes; 2 is argparse's
 _COLOURS = {"ours": "#1b6ca8", "vllm": "#b9770e"}
 
 
-def report(rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything that can be said from these rows."""
+def report(rows: Sequence[Row], asked: Iterable[tuple[str, str, int]] = ()) -> dict[str, Any]:
+    """Everything that can be said from these rows. asked: (workload, part, draft length) that should have some."""
     found: dict[str, Any] = {
         "starts": [row for row in rows if row["part"] in ("start", "counters", "error", "versions")]
     }
@@ -39,7 +41,8 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
     found["poisson"] = poisson(rows)
     found["accept"] = acceptance(rows)
     found["curve"] = curve(found["best"])
-    found["bars"] = bars(found)
+    begun = [(row["workload"], row["part"], row["draft_len"]) for row in rows if row["part"] in MEASURED]
+    found["bars"] = bars(found, dict.fromkeys([*asked, *begun]))
     return found
 
 
@@ -81,19 +84,38 @@ def add_floors(context: Sequence[Row], rows: Sequence[Row]) -> None:
 
 
 def best(speed: Sequence[Row]) -> list[Row]:
-    """Per set and number of requests: each side at the draft length where it is fastest."""
-    found: dict[tuple[str, str, int], Row] = {}
+    """Per set and number of requests: each side at the draft length where it is fastest.
+
+    draft_lens: what each side was measured at. `ratio` is over the lengths that both have, each side at its best of
+    these (`best_common`); there is none without such a length. ratio_of_all: each side's best of all it has, where the
+    two have not the same.
+    """
+    places: dict[tuple[str, str, int], list[Row]] = {}
     for row in speed:
-        key = (row["workload"], row["set"], row["concurrency"])
-        entry = found.setdefault(key, dict(zip(("workload", "set", "concurrency"), key, strict=True)))
+        places.setdefault((row["workload"], row["set"], row["concurrency"]), []).append(row)
+    found = []
+    for place, rows in places.items():
+        entry: Row = dict(zip(("workload", "set", "concurrency"), place, strict=True))
+        lens = {side: sorted(row["draft_len"] for row in rows if side in row) for side in SIDES}
+        entry["draft_lens"] = lens
         for side in SIDES:
-            mine = row.get(side)
-            if mine and (side not in entry or mine["tokens_per_s"] > entry[side]["tokens_per_s"]):
-                entry[side] = {"draft_len": row["draft_len"], **mine}
-    for entry in found.values():
-        if all(side in entry for side in SIDES):
-            entry["ratio"] = round(entry["ours"]["tokens_per_s"] / entry["vllm"]["tokens_per_s"], 3)
-    return list(found.values())
+            if lens[side]:
+                entry[side] = fastest(rows, side, lens[side])
+        common = sorted(set(lens["ours"]) & set(lens["vllm"]))
+        if common:
+            top = {side: fastest(rows, side, common) for side in SIDES}
+            entry["best_common"] = {side: top[side]["draft_len"] for side in SIDES}
+            entry["ratio"] = round(top["ours"]["tokens_per_s"] / top["vllm"]["tokens_per_s"], 3)
+        if all(lens.values()) and lens["ours"] != lens["vllm"]:
+            entry["ratio_of_all"] = round(entry["ours"]["tokens_per_s"] / entry["vllm"]["tokens_per_s"], 3)
+        found.append(entry)
+    return found
+
+
+def fastest(rows: Sequence[Row], side: str, draft_lens: Collection[int]) -> Row:
+    """A side's medians at the one of these draft lengths that gives most tokens/s."""
+    top = max((r for r in rows if r["draft_len"] in draft_lens), key=lambda r: r[side]["tokens_per_s"])
+    return {"draft_len": top["draft_len"], **top[side]}
 
 
 def poisson(rows: Sequence[Row]) -> list[Row]:
@@ -166,12 +188,9 @@ def curve(fastest: Sequence[Row]) -> list[Row]:
     return points
 
 
-def bars(found: dict[str, Any]) -> list[Row]:
-    """What is to be shown, as far as both sides were measured."""
+def bars(found: dict[str, Any], due: Iterable[tuple[str, str, int]]) -> list[Row]:
+    """What is to be shown. ok: None where rows lack, then `lacks` says whose. due: (workload, part, draft length)."""
     checks: list[Row] = []
-
-    def check(name: str, value: float, limit: float, holds: Callable[[float, float], bool]) -> None:
-        checks.append({"bar": name, "value": value, "limit": limit, "ok": holds(value, limit)})
 
     def least(value: float, limit: float) -> bool:
         return value >= limit
@@ -179,44 +198,72 @@ def bars(found: dict[str, Any]) -> list[Row]:
     def most(value: float, limit: float) -> bool:
         return value <= limit
 
+    def check(name: str, value: Any, limit: Any, holds: Callable[[Any, Any], bool], lacks: Sequence[str]) -> None:
+        if value is None or limit is None:
+            checks.append({"bar": name, "value": value, "limit": limit, "ok": None, "lacks": list(lacks)})
+        else:
+            checks.append({"bar": name, "value": value, "limit": limit, "ok": holds(value, limit)})
+
+    def absent(row: Row) -> list[str]:
+        return [side for side in SIDES if side not in row]
+
     for row in found["best"]:
-        if "ratio" in row:
-            place = f"{row['workload']} {row['set']}, {row['concurrency']} at once"
-            alone = row["concurrency"] == 1
-            limit = {"smol": 2.0, "q8": 1.05}[row["workload"]] if alone else TOLERANCE
-            check(f"{place}: tokens/s over vLLM's, best K of each", row["ratio"], limit, least)
+        common = sorted(set(row["draft_lens"]["ours"]) & set(row["draft_lens"]["vllm"]))
+        place = f"{row['workload']} {row['set']}, {row['concurrency']} at once"
+        which = f"best of K = {', '.join(map(str, common))} each" if common else "best K of each"
+        limit = {"smol": 2.0, "q8": 1.05}[row["workload"]] if row["concurrency"] == 1 else TOLERANCE
+        lacks = absent(row) or ["a draft length that both have"]
+        check(f"{place}: tokens/s over vLLM's, {which}", row.get("ratio"), limit, least, lacks)
     for row in found["speed"]:
-        if "ratio" in row and row["draft_len"] in (0, 15):
+        if row["draft_len"] in (0, 15):
             place = f"{row['workload']} {row['set']}, {row['concurrency']} at once, K = {row['draft_len']}"
-            check(f"{place}: tokens/s over vLLM's", row["ratio"], TOLERANCE, least)
-        if row["workload"] == "smol" and row["concurrency"] == 1 and row["draft_len"] == 15 and "ours" in row:
-            check(f"smol {row['set']}, 1 at once, K = 15: ms a step", row["ours"]["step_ms"], 1.0, most)
+            check(f"{place}: tokens/s over vLLM's", row.get("ratio"), TOLERANCE, least, absent(row))
+        if row["workload"] == "smol" and row["concurrency"] == 1 and row["draft_len"] == 15:
+            step = row.get("ours", {}).get("step_ms")
+            check(f"smol {row['set']}, 1 at once, K = 15: ms a step", step, 1.0, most, ["ours"])
     for row in found["first"]:
-        if "ratio" in row:
-            place = f"{row['workload']}, {row['prompt']} prompt tokens, K = {row['draft_len']}"
-            check(f"{place}: first token over vLLM's", row["ratio"], 1.0, most)
+        place = f"{row['workload']}, {row['prompt']} prompt tokens, K = {row['draft_len']}"
+        check(f"{place}: first token over vLLM's", row.get("ratio"), 1.0, most, absent(row))
     for row in found["context"]:
-        if "ratio" in row:
-            place = f"{row['workload']}, context {row['context']}, K = {row['draft_len']}"
-            check(f"{place}: step over vLLM's", row["ratio"], 1.03, most)
-        if row["workload"] == "q8" and row["draft_len"] and "over_floor" in row.get("ours", {}):
-            limit = 1.25 if row["context"] <= 1024 else 1.35
-            place = f"q8, context {row['context']}, K = {row['draft_len']}"
-            check(f"{place}: step over what reading takes", row["ours"]["over_floor"], limit, most)
+        place = f"{row['workload']}, context {row['context']}, K = {row['draft_len']}"
+        check(f"{place}: step over vLLM's", row.get("ratio"), 1.03, most, absent(row))
+        if row["workload"] == "q8" and row["draft_len"]:
+            over, limit = row.get("ours", {}).get("over_floor"), 1.25 if row["context"] <= 1024 else 1.35
+            lacks = ["the floor" if "ours" in row else "ours"]
+            check(f"{place}: step over what reading takes", over, limit, most, lacks)
     for row in found["accept"]:
-        if "overlap" in row and row["set"] == "all":
-            check(
-                f"{row['workload']}, K = {row['draft_len']}: intervals of acceptance touch", row["overlap"], True, least
-            )
+        if row["set"] == "all":
+            name = f"{row['workload']}, K = {row['draft_len']}: intervals of acceptance touch"
+            check(name, row.get("overlap"), True, least, absent(row))
+    due = list(due)
     by_side = {(row["workload"], row["side"]): row for row in found["poisson"]}
-    for workload in {row["workload"] for row in found["poisson"]}:
-        ours, vllm = by_side.get((workload, "ours")), by_side.get((workload, "vllm"))
-        if ours and vllm and ours["given"] and vllm["own"]:
-            mine, theirs = ours["given"][0], vllm["own"][0]
-            check(f"{workload}, arrivals: p99 of a token's time", mine["token_p99_ms"], theirs["token_p99_ms"], most)
-            check(f"{workload}, arrivals: p99 between outputs", mine["gap_p99_ms"], theirs["gap_p99_ms"], most)
-            check(f"{workload}, arrivals: tokens/s", mine["tokens_per_s"], TOLERANCE * theirs["tokens_per_s"], least)
+    for workload in dict.fromkeys(workload for workload, part, _ in due if part == "poisson"):
+        mine = at_rate(by_side.get((workload, "ours")), "given")
+        theirs = at_rate(by_side.get((workload, "vllm")), "own")
+        lacks = [name for name, row in (("ours at vLLM's rate", mine), ("vllm at its own", theirs)) if not row]
+        for name, field, share, holds in (
+            ("p99 of a token's time", "token_p99_ms", 1.0, most),
+            ("p99 between outputs", "gap_p99_ms", 1.0, most),
+            ("tokens/s", "tokens_per_s", TOLERANCE, least),
+        ):
+            limit = share * theirs[field] if theirs else None
+            check(f"{workload}, arrivals: {name}", mine.get(field), limit, holds, lacks)
+    for workload, part, draft_len in due:
+        if part != "poisson" and not any((r["workload"], r["draft_len"]) == (workload, draft_len) for r in found[part]):
+            check(f"{workload}, K = {draft_len}: the part {part}", None, None, least, SIDES)
     return checks
+
+
+def at_rate(entry: Row | None, name: str) -> Row:
+    """The row of an entry of `poisson` under this rate; empty without one."""
+    return entry[name][0] if entry is not None and entry[name] else {}
+
+
+def exit_code(checks: Sequence[Row]) -> int:
+    """FAIL if a bar does not hold, else NOT_MEASURED if one has no rows, else HOLD."""
+    if any(bar["ok"] is False for bar in checks):
+        return FAIL
+    return NOT_MEASURED if any(bar["ok"] is None for bar in checks) else HOLD
 
 
 def draw(points: Sequence[Row], workload: str) -> str:

@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -122,13 +123,88 @@ def test_the_report_names_what_does_not_hold(modules: tuple[ModuleType, ModuleTy
     found = vs_report.report(rows)
     assert [row["ratio"] for row in found["best"]] == pytest.approx([301 / 101, 721 / 801], abs=1e-3)
     assert all(row[side]["draft_len"] == 15 for row in found["best"] for side in ("ours", "vllm"))
-    bad = {bar["bar"] for bar in found["bars"] if not bar["ok"]}
+    bad = {bar["bar"] for bar in found["bars"] if bar["ok"] is False}
     assert bad == {
-        "smol all, 8 at once: tokens/s over vLLM's, best K of each",
+        "smol all, 8 at once: tokens/s over vLLM's, best of K = 0, 15 each",
         "smol all, 8 at once, K = 15: tokens/s over vLLM's",
         "smol all, 8 at once, K = 0: tokens/s over vLLM's",
         "smol, K = 15: intervals of acceptance touch",
         "q8, context 1000, K = 15: step over what reading takes",
     }
+    assert lacking(found) == {"q8, context 1000, K = 15: step over vLLM's": ["vllm"]}
+    assert vs_report.exit_code(found["bars"]) == vs_report.FAIL == 1
     assert found["context"][0]["floor_ms"] == 5.0 and found["context"][0]["ours"]["over_floor"] == 1.3
     assert len(found["cut"]) == 2 and vs_report.draw(found["curve"], "smol").count("<circle") == 4
+
+
+def speed_row(side: str, draft_len: int, tokens_per_s: float) -> dict[str, Any]:
+    place = dict(side=side, workload="smol", part="speed", draft_len=draft_len, set="all", concurrency=8, repeat=1)
+    return place | dict(tokens_per_s=tokens_per_s, tokens_per_s_per_user=tokens_per_s / 8, step_ms=1.0)
+
+
+def lacking(found: dict[str, Any]) -> dict[str, list[str]]:
+    return {bar["bar"]: bar["lacks"] for bar in found["bars"] if bar["ok"] is None}
+
+
+def test_the_best_draft_lengths_are_compared_over_those_that_both_have(modules: tuple[ModuleType, ModuleType]) -> None:
+    _, vs_report = modules
+    ours = {3: 900.0, 7: 500.0, 15: 600.0}
+    vllm = {7: 400.0, 15: 300.0, 11: 800.0}
+    rows = [speed_row("ours", k, v) for k, v in ours.items()] + [speed_row("vllm", k, v) for k, v in vllm.items()]
+    found = vs_report.report(rows)
+    (best,) = found["best"]
+    assert best["draft_lens"] == {"ours": [3, 7, 15], "vllm": [7, 11, 15]}
+    assert (best["ours"]["draft_len"], best["vllm"]["draft_len"], best["ratio_of_all"]) == (3, 11, 900 / 800)
+    assert (best["best_common"], best["ratio"]) == ({"ours": 15, "vllm": 7}, 600 / 400)
+    bar = found["bars"][0]
+    assert bar["bar"] == "smol all, 8 at once: tokens/s over vLLM's, best of K = 7, 15 each"
+    assert bar["value"] == 1.5 and bar["ok"]
+    # The same lengths on both sides: one ratio, and nothing more to say.
+    same = vs_report.report([speed_row(side, k, ours[k]) for side in ("ours", "vllm") for k in (3, 7)])["best"][0]
+    assert same["ratio"] == 1.0 and "ratio_of_all" not in same
+    # None in common: no ratio is made of what cannot be compared.
+    apart = vs_report.report([speed_row("ours", 3, 900.0), speed_row("vllm", 7, 400.0)])
+    assert "ratio" not in apart["best"][0] and apart["best"][0]["ratio_of_all"] == 2.25
+    assert lacking(apart) == {
+        "smol all, 8 at once: tokens/s over vLLM's, best K of each": ["a draft length that both have"]
+    }
+    assert vs_report.exit_code(apart["bars"]) == vs_report.NOT_MEASURED == 3
+
+
+def test_a_bar_without_rows_is_said_to_be_not_measured(modules: tuple[ModuleType, ModuleType]) -> None:
+    _, vs_report = modules
+    both = [speed_row(side, 15, 100.0) for side in ("ours", "vllm")]
+    assert vs_report.exit_code(vs_report.report(both, [("smol", "speed", 15)])["bars"]) == vs_report.HOLD == 0
+    asked = [("smol", part, k) for part in ("speed", "first", "poisson") for k in (15, 0)]
+    found = vs_report.report([*both, speed_row("ours", 0, 50.0)], asked)
+    assert lacking(found) == {
+        "smol all, 8 at once, K = 0: tokens/s over vLLM's": ["vllm"],
+        "smol, K = 15: the part first": ["ours", "vllm"],
+        "smol, K = 0: the part first": ["ours", "vllm"],
+        "smol, arrivals: p99 of a token's time": ["ours at vLLM's rate", "vllm at its own"],
+        "smol, arrivals: p99 between outputs": ["ours at vLLM's rate", "vllm at its own"],
+        "smol, arrivals: tokens/s": ["ours at vLLM's rate", "vllm at its own"],
+    }
+    assert vs_report.exit_code(found["bars"]) == 3
+    # A part that was cut before its first row is due without being asked for.
+    cut = vs_report.report([dict(side="vllm", workload="smol", part="first", draft_len=7, cut_after_s=60.0)])
+    assert lacking(cut) == {"smol, K = 7: the part first": ["ours", "vllm"]}
+
+
+def arrival_row(side: str, **more: Any) -> dict[str, Any]:
+    times = dict(token_p99_ms=4.0, gap_p99_ms=9.0, tokens_per_s=1000.0)
+    place = dict(side=side, workload="smol", part="poisson", draft_len=15, requests_per_s=70.0)
+    return place | times | more
+
+
+def test_arrivals_are_compared_at_the_rate_of_the_peer(modules: tuple[ModuleType, ModuleType]) -> None:
+    _, vs_report = modules
+    rows = [arrival_row("ours", saturated=True), arrival_row("ours", rate="own"), arrival_row("vllm", saturated=True)]
+    rows.append(arrival_row("vllm", rate="own", gap_p99_ms=5.0))
+    assert list(lacking(vs_report.report(rows)).values()) == [["ours at vLLM's rate"]] * 3
+    found = vs_report.report([*rows, arrival_row("ours", rate="given", tokens_per_s=980.0)])
+    assert [(bar["value"], bar["limit"], bar["ok"]) for bar in found["bars"]] == [
+        (4.0, 4.0, True),
+        (9.0, 5.0, False),
+        (980.0, 970.0, True),
+    ]
