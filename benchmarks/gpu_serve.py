@@ -1,6 +1,7 @@
 """The whole server on a GPU: `dflash serve` with its rank on the device, asked through HTTP, broken once, stopped.
 
-    python benchmarks/gpu_serve.py OUT.json PROMPTS.json [--config configs/smollm2-135m-gpu.yaml] [--smollm2 MODEL]
+    python benchmarks/gpu_serve.py OUT.json PROMPTS.json [--quick] [--config configs/smollm2-135m-gpu.yaml]
+        [--smollm2 MODEL]
 
 First the engine alone, in a process of its own: greedy tokens of a few prompts one after the other, and the speed of
 --streams requests at once. Then the server: the same prompts in the same order, whole and streamed, whose tokens must
@@ -8,15 +9,21 @@ be the same; the same numbers of streams; a rank killed (SIGKILL) under load, wi
 request is answered, and whether the GPU's memory came back; at last Ctrl-C, after which no process and no memory may be
 left. CONFIG's model is replaced by --smollm2 where the package index cannot be reached.
 
+Every phase is printed as it begins and every ten seconds while it runs (the CPU seconds of the server's processes, the
+GPU's memory, the last line of the log), and has a limit; a run that is cut, by a limit or by SIGTERM, prints the logs'
+ends, and OUT.json says how far it came. OUT.log has the server's output, OUT.alone.log that of the engine alone.
+--quick: 150 s at most. Less is measured, the engine alone runs while the server starts, and the rank is not killed
+unless the time for a second start is left.
+
 Needs what the server needs (README), and nvidia-smi for the memory. Exits 1 on a difference, a process or memory that
-stayed, or a server that did not come back.
+stayed, a server that did not come back, or a phase that was cut; else 3 if something was left out for want of time.
 """
 
 import argparse
 import asyncio
 import json
+import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,13 +36,17 @@ from typing import Any
 import httpx
 import yaml
 from command_line import command_line
-from engine_load import Job, Trace, drive, figures
-from process_cpu import cpu_seconds, difference
+from engine_load import Job, drive, figures
+from http_streams import streams_of
+from phases import CutError, Phases
+from process_cpu import below, cpu_seconds, difference
 
 from cluster.config import load_config
 from engine.parallel.process_identity import ProcessIdentity
 
 _SLACK_MIB = 64  # of GPU memory that an idle device may gain
+_STOP_S = 30.0  # what is kept for the server's end, whatever else was cut
+_QUICK = {"streams": [1, 8], "tokens": 128, "equal_prompts": 4, "repeats": 1, "limit_s": 150.0}
 
 
 def parse() -> argparse.Namespace:
@@ -44,13 +55,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "smollm2-135m-gpu.yaml")
     parser.add_argument("--smollm2", help="model directory or .gguf file in place of the config's")
+    parser.add_argument("--proxy", choices=("haproxy", "python"), help="in place of the config's")
+    parser.add_argument("--quick", action="store_true", help=f"with these defaults: {_QUICK}")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--equal-prompts", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--port", type=int, default=18127)
+    parser.add_argument("--alone-limit-s", type=float, default=150.0)
     parser.add_argument("--start-limit-s", type=float, default=180.0)
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of the whole run")
     parser.add_argument("--engine-alone", type=Path, help=argparse.SUPPRESS)  # this program's own child: its config
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(**_QUICK)
     return parser.parse_args()
 
 
@@ -86,6 +103,7 @@ def engine_alone(args: argparse.Namespace) -> None:
     from engine import LLM, SamplingParams
     from engine.config.resolve import resolve_engine_config
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     config = load_config(args.engine_alone)
     with LLM.from_config(resolve_engine_config(**config.engine_arguments())) as llm:
         prompts = prompts_of(args, llm.tokenizer)
@@ -103,69 +121,6 @@ def engine_alone(args: argparse.Namespace) -> None:
     args.out.write_text(json.dumps({"prompts": prompts, "answers": answers, "speeds": speeds}))
 
 
-# ------------------------------------------------------------------------------------------------------------ the wire
-
-
-class Stream(asyncio.Protocol):
-    """One streamed request on a connection of its own: when pieces came, and how it ended."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request, self._tail, self._began = request, b"", time.perf_counter()
-        self.pieces: list[float] = []
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._began = time.perf_counter()
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter() - self._began
-        self.pieces += [now] * data.count(b'"text":')  # the last one, with the usage, has none
-        self._tail = (self._tail + data)[-4096:]
-        if b"data: [DONE]" in self._tail and not self.ended.done():
-            self.ended.set_result("error event" if b'"error"' in self._tail else "done")
-        elif b"HTTP/1.1 5" in self._tail[:64] and not self.ended.done():
-            self.ended.set_result(self._tail[:32].decode(errors="replace").splitlines()[0])
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result("cut off")
-
-    @property
-    def num_tokens(self) -> int:
-        match = re.search(rb'"completion_tokens":(\d+)', self._tail)
-        return int(match[1]) if match else 0
-
-    def trace(self) -> Trace:
-        """Tokens are known for the whole alone: the last piece gets them, and times of single tokens mean nothing."""
-        counts = [0] * (len(self.pieces) - 1) + [self.num_tokens]
-        return Trace(start_s=0.0, outputs=list(zip(self.pieces, counts, strict=True)))
-
-
-def request_of(body: dict[str, Any]) -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-    return head + data
-
-
-async def streams_of(port: int, bodies: list[dict[str, Any]], after: Any = None) -> tuple[list[Stream], float]:
-    """All requests as streams side by side; after: called once half a second into them."""
-    loop, started = asyncio.get_running_loop(), time.perf_counter()
-    made = []
-    for data in map(request_of, bodies):
-        made.append(await loop.create_connection(lambda data=data: Stream(data), "127.0.0.1", port))
-    if after is not None:
-        await asyncio.sleep(0.5)
-        after()
-    for _, stream in made:
-        await stream.ended
-    seconds = time.perf_counter() - started
-    for transport, _ in made:
-        transport.close()
-    return [stream for _, stream in made], seconds
-
-
 # ---------------------------------------------------------------------------------------------------------- the server
 
 
@@ -176,25 +131,6 @@ def memory_mib() -> int | None:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
     except (OSError, subprocess.CalledProcessError, ValueError):
         return None
-
-
-def below(root: int, mark: str = "") -> list[int]:
-    """Processes below `root` whose command line holds `mark`."""
-    parents, commands = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-            commands[int(stat.parent.name)] = (stat.parent / "cmdline").read_text(errors="replace").replace("\0", " ")
-        except OSError:
-            continue  # it ended while we looked
-    found = []
-    for pid in parents:
-        above = pid
-        while above in parents and above != root:
-            above = parents[above]
-        if above == root and pid != root and mark in commands[pid]:
-            found.append(pid)
-    return found
 
 
 def wait_for(condition: Any, limit_s: float) -> float | None:
@@ -214,151 +150,246 @@ def answers(url: str, body: dict[str, Any]) -> bool:
         return False
 
 
+def last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return f"log: {lines[-1][-160:]}" if lines else "log: empty"
+
+
+class Run:
+    """One run: what was found goes to OUT.json as it comes."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
+        self.args = args
+        self.record: dict[str, Any] = {"command": command_line(), "ok": True}
+        self.phases = Phases(limit_s=args.limit_s - _STOP_S)
+        self.log, self.alone_log = args.out.with_suffix(".log"), args.out.with_suffix(".alone.log")
+        self.server: subprocess.Popen | None = None
+        self.url = f"http://127.0.0.1:{args.port}"
+        plain = load_config(args.config).to_plain()
+        if args.smollm2:
+            plain["model"]["source"] = str(Path(args.smollm2).resolve())
+        if args.proxy:
+            plain["http"]["proxy"] = args.proxy
+        self.config_file = scratch / "config.yaml"
+        self.config_file.write_text(yaml.safe_dump(plain))
+        self.name = load_config(self.config_file).served_name
+        self._alone = scratch / "alone.json"
+
+    def add(self, name: str, value: Any, ok: bool = True) -> None:
+        self.record[name] = value
+        self.record["ok"] &= ok
+        print(name, json.dumps(value), "" if ok else "<- NOT AS IT SHOULD BE", flush=True)
+        self.save()
+
+    def save(self) -> None:
+        self.record["phases"] = self.phases.done
+        self.args.out.write_text(json.dumps(self.record, indent=1) + "\n")
+
+    def look(self) -> str:
+        """At the server, while a phase waits for it."""
+        assert self.server is not None
+        spent = ", ".join(f"{role} {s:.0f}" for role, s in sorted(cpu_seconds(self.server.pid).items()))
+        return f"CPU s: {spent}; GPU MiB: {memory_mib()}; {last_line(self.log)}"
+
+    def body(self, prompt: list[int], **more: Any) -> dict[str, Any]:
+        return dict(model=self.name, prompt=prompt, max_tokens=self.args.tokens, temperature=0) | more
+
+    def start_alone(self) -> subprocess.Popen:
+        args = self.args
+        words = ["--streams", *map(str, args.streams), "--tokens", str(args.tokens), "--repeats", str(args.repeats)]
+        words += ["--equal-prompts", str(args.equal_prompts), "--engine-alone", str(self.config_file)]
+        command = [sys.executable, __file__, str(self._alone), str(args.prompts), *words]
+        return subprocess.Popen(command, stdout=self.alone_log.open("w"), stderr=subprocess.STDOUT)
+
+    def finish_alone(self, child: subprocess.Popen) -> dict[str, Any]:
+        """What the engine alone found. Raises RuntimeError if it failed."""
+        try:
+            with self.phases.phase("engine alone", self.args.alone_limit_s, lambda: last_line(self.alone_log)):
+                code = child.wait()
+        finally:
+            child.kill()
+            child.wait()
+        if code != 0:
+            raise RuntimeError(f"the engine alone ended with {code}: see {self.alone_log.name}")
+        found: dict[str, Any] = json.loads(self._alone.read_text())
+        return found
+
+    def start_server(self) -> None:
+        words = ["serve", str(self.config_file), "--port", str(self.args.port)]
+        words += ["--verbose"] if self.args.quick else []  # the ranks' phases in the log, for a little CPU time
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli.main", *words],
+            env=dict(os.environ),
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def healthy(self) -> bool:
+        """Raises RuntimeError if there is no server any more."""
+        if self.server is None or self.server.poll() is not None:
+            raise RuntimeError(f"the server ended while starting: see {self.log.name}")
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def measure(self) -> None:
+        """Everything up to the server's end. Raises CutError, RuntimeError."""
+        args, phases = self.args, self.phases
+        self.add("gpu_memory_mib_before", memory_mib())
+        alone = self.start_alone()
+        if not args.quick:
+            known = self.finish_alone(alone)
+        began = time.perf_counter()
+        self.start_server()
+        if args.quick:
+            known = self.finish_alone(alone)
+            self.add("engine_alone", "ran while the server started")
+        with phases.phase("server's start", args.start_limit_s, self.look):
+            wait_for(self.healthy, args.start_limit_s)
+        start_s = time.perf_counter() - began
+        self.add("started_s", round(start_s, 1))
+        self.add("gpu_memory_mib_serving", memory_mib())
+        with phases.phase("equal tokens", 60.0, self.look):
+            self.compare(known)
+        with phases.phase("streams", 240.0, self.look):
+            self.stream(known)
+        needed_s = 0.6 * start_s + 10.0  # Ray and Serve run already
+        if args.quick and phases.left_s < needed_s:
+            self.add("not_reached", [f"a rank killed: {phases.left_s:.0f} s left, {needed_s:.0f} needed"])
+            return
+        with phases.phase("a rank killed", args.start_limit_s + 60.0, self.look):
+            self.kill_a_rank(known)
+
+    def compare(self, known: dict[str, Any]) -> None:
+        different = []
+        for place, want in enumerate(known["answers"]):
+            body = self.body(known["prompts"][place], return_token_ids=True)
+            choice = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+            if list(choice["token_ids"]) != want:
+                different.append(place)
+        self.add("equal_to_the_engine", {"prompts": len(known["answers"]), "different": different}, not different)
+
+    def stream(self, known: dict[str, Any]) -> None:
+        assert self.server is not None
+        rows = []
+        for streams in self.args.streams:
+            more: dict[str, Any] = dict(ignore_eos=True, stream=True, stream_options={"include_usage": True})
+            bodies = [self.body(prompt, **more) for prompt in known["prompts"][:streams]]
+            found, costs = [], []
+            for repeat in range(self.args.repeats + 1):
+                before = cpu_seconds(self.server.pid)
+                done, seconds = asyncio.run(streams_of(self.args.port, bodies))
+                spent = difference(before, cpu_seconds(self.server.pid))
+                ends = [stream.ended.result() for stream in done]
+                if set(ends) != {"done"}:
+                    raise RuntimeError(f"{streams} streams ended with {sorted(set(ends))}")
+                if repeat:
+                    found.append(figures([stream.trace() for stream in done], seconds))
+                    costs.append({role: round(1e3 * s / found[-1]["tokens"], 4) for role, s in spent.items()})
+            middle = sorted(range(len(found)), key=lambda i: found[i]["tokens_per_s"])[len(found) // 2]
+            ours = sorted(known["speeds"][str(streams)], key=lambda row: row["tokens_per_s"])[len(found) // 2]
+            fields = ("tokens_per_s", "first_token_ms", "first_token_p99_ms", "gap_p50_ms", "gap_p99_ms")
+            rows.append(
+                {
+                    "streams": streams,
+                    "http": {field: found[middle].get(field) for field in fields},
+                    "engine": {field: ours.get(field) for field in fields},
+                    "ratio": round(found[middle]["tokens_per_s"] / ours["tokens_per_s"], 3),
+                    "all_http_tokens_per_s": [row["tokens_per_s"] for row in found],
+                    "cpu_ms_per_token": costs[middle],
+                }
+            )
+            self.add("streams", rows)
+
+    def kill_a_rank(self, known: dict[str, Any]) -> None:
+        assert self.server is not None
+        ranks = below(self.server.pid, "GpuWorker")
+        self.add("ranks", len(ranks), len(ranks) == 1)
+        if len(ranks) != 1:
+            return
+        rank = ProcessIdentity.of(ranks[0])
+        lowest: list[int] = []
+        bodies = [self.body(p, ignore_eos=True, stream=True, max_tokens=3000) for p in known["prompts"][:8]]
+        broken, _ = asyncio.run(streams_of(self.args.port, bodies, lambda: os.kill(rank.pid, signal.SIGKILL)))
+        died = time.perf_counter()
+        ends = [stream.ended.result() for stream in broken]
+        self.add("ends_of_streams_at_the_kill", ends, all(end == "error event" for end in ends))
+
+        def back() -> bool:
+            lowest.append(memory_mib() or 0)
+            return answers(self.url, self.body(known["prompts"][0], max_tokens=4))
+
+        recovered = wait_for(back, self.args.start_limit_s)
+        self.add("answers_again_after_s", recovered and round(time.perf_counter() - died, 1), recovered is not None)
+        self.add("gpu_memory_mib_lowest_between", min(lowest, default=None))
+        self.add("gpu_memory_mib_serving_again", memory_mib())
+        if recovered is None:
+            return
+        body = self.body(known["prompts"][0], return_token_ids=True)
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).json()
+        is_equal = list(reply["choices"][0]["token_ids"]) == known["answers"][0]
+        self.add("equal_after_recovery", is_equal, is_equal)
+        if self.record["gpu_memory_mib_before"] is not None:
+            limit = self.record["gpu_memory_mib_serving"] + _SLACK_MIB
+            self.add("memory_of_the_dead_rank_came_back", memory_mib() <= limit, memory_mib() <= limit)
+
+    def stop(self) -> None:
+        """Ctrl-C, and what is left."""
+        if self.server is None:
+            return
+        left = [ProcessIdentity.of(pid) for pid in below(self.server.pid)]
+        began = time.perf_counter()
+        code: int | None = None
+        try:
+            with self.phases.phase("server's end", _STOP_S - 5.0, self.look, beyond=True):
+                self.server.send_signal(signal.SIGINT)
+                code = self.server.wait()
+        except CutError as cut:
+            self.add("cut_at_the_end", str(cut), False)
+        finally:
+            if self.server.poll() is None:
+                self.server.kill()
+        self.add("stopped", {"seconds": round(time.perf_counter() - began, 1), "exit": code}, code == 0)
+        gone = wait_for(lambda: not any(process.is_alive() for process in left), 5)
+        alive = [process for process in left if process.is_alive()]
+        self.add("processes_left", len(alive), gone is not None)
+        for process in alive:
+            os.kill(process.pid, signal.SIGKILL)
+        if (before := self.record["gpu_memory_mib_before"]) is not None:
+            is_back = wait_for(lambda: memory_mib() <= before + _SLACK_MIB, 5)
+            self.add("gpu_memory_mib_after", memory_mib(), is_back is not None)
+
+    def show_logs(self) -> None:
+        """The ends of both outputs, and of what Ray's processes wrote."""
+        logs = [self.alone_log, self.log]
+        for pid in below(self.server.pid, "--logs-dir=") if self.server is not None else ():
+            words = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace").split("\0")
+            folder = Path(next(word for word in words if word.startswith("--logs-dir=")).partition("=")[2])
+            logs += [*folder.glob("serve/*.log"), *folder.glob("worker-*.err"), folder / "raylet.out"]
+            break
+        for log in logs:
+            if log.is_file() and log.stat().st_size:
+                lines = log.read_text(errors="replace").splitlines()[-12:]
+                print(f"---- {log.name}", *(line[:300] for line in lines), sep="\n", flush=True)
+
+
 def main() -> None:
     args = parse()
     if args.engine_alone:
         engine_alone(args)
         return
-    record: dict[str, Any] = {"command": command_line(), "ok": True}
-
-    def add(name: str, value: Any, ok: bool = True) -> None:
-        record[name] = value
-        record["ok"] &= ok
-        print(name, json.dumps(value), "" if ok else "<- NOT AS IT SHOULD BE", flush=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
-
     with tempfile.TemporaryDirectory() as scratch:
-        plain = load_config(args.config).to_plain()
-        if args.smollm2:
-            plain["model"]["source"] = str(Path(args.smollm2).resolve())
-        config_file = Path(scratch) / "config.yaml"
-        config_file.write_text(yaml.safe_dump(plain))
-        name = load_config(config_file).served_name
-        add("gpu_memory_mib_before", memory_mib())
-        alone = Path(scratch) / "alone.json"
-        words = ["--streams", *map(str, args.streams), "--tokens", str(args.tokens), "--repeats", str(args.repeats)]
-        words += ["--equal-prompts", str(args.equal_prompts), "--engine-alone", str(config_file)]
-        subprocess.run([sys.executable, __file__, str(alone), str(args.prompts), *words], check=True)
-        known = json.loads(alone.read_text())
-        with (args.out.with_suffix(".log")).open("w") as log:
-            began = time.perf_counter()
-            server = subprocess.Popen(
-                [sys.executable, "-m", "cluster.cli.main", "serve", str(config_file), "--port", str(args.port)],
-                env=dict(os.environ),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                measure(args, record, add, name, known, server, began)
-            finally:
-                stop(server, record["gpu_memory_mib_before"], add)
-    sys.exit(0 if record["ok"] else 1)
-
-
-def measure(
-    args: argparse.Namespace, record: dict, add: Any, name: str, known: dict, server: subprocess.Popen, began: float
-) -> None:
-    url = f"http://127.0.0.1:{args.port}"
-    prompts = known["prompts"]
-
-    def body(prompt: list[int], **more: Any) -> dict[str, Any]:
-        return dict(model=name, prompt=prompt, max_tokens=args.tokens, temperature=0) | more
-
-    def healthy() -> bool:
-        assert server.poll() is None, "the server ended while starting"
+        run = Run(args, Path(scratch))
         try:
-            return httpx.get(f"{url}/health", timeout=5).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    started = wait_for(healthy, args.start_limit_s)
-    add("started_s", started and round(time.perf_counter() - began, 1), started is not None)
-    if started is None:
-        return
-    add("gpu_memory_mib_serving", memory_mib())
-
-    different = []
-    for place, want in enumerate(known["answers"]):
-        reply = httpx.post(f"{url}/v1/completions", json=body(prompts[place], return_token_ids=True), timeout=60)
-        choice = reply.json()["choices"][0]
-        if list(choice["token_ids"]) != want:
-            different.append(place)
-    add("equal_to_the_engine", {"prompts": len(known["answers"]), "different": different}, not different)
-
-    rows = []
-    for streams in args.streams:
-        bodies = [
-            body(p, ignore_eos=True, stream=True, stream_options={"include_usage": True}) for p in prompts[:streams]
-        ]
-        found, costs = [], []
-        for repeat in range(args.repeats + 1):
-            before = cpu_seconds(server.pid)
-            done, seconds = asyncio.run(streams_of(args.port, bodies))
-            spent = difference(before, cpu_seconds(server.pid))
-            assert all(stream.ended.result() == "done" for stream in done), [s.ended.result() for s in done]
-            if repeat:
-                found.append(figures([stream.trace() for stream in done], seconds))
-                costs.append({role: round(1e3 * s / found[-1]["tokens"], 4) for role, s in spent.items()})
-        middle = sorted(range(len(found)), key=lambda i: found[i]["tokens_per_s"])[len(found) // 2]
-        ours = sorted(known["speeds"][str(streams)], key=lambda row: row["tokens_per_s"])[len(found) // 2]
-        fields = ("tokens_per_s", "first_token_ms", "first_token_p99_ms", "gap_p50_ms", "gap_p99_ms")
-        rows.append(
-            {
-                "streams": streams,
-                "http": {field: found[middle].get(field) for field in fields},
-                "engine": {field: ours.get(field) for field in fields},
-                "ratio": round(found[middle]["tokens_per_s"] / ours["tokens_per_s"], 3),
-                "all_http_tokens_per_s": [row["tokens_per_s"] for row in found],
-                "cpu_ms_per_token": costs[middle],
-            }
-        )
-        add("streams", rows)
-
-    ranks = below(server.pid, "GpuWorker")
-    add("ranks", len(ranks), len(ranks) == 1)
-    if len(ranks) != 1:
-        return
-    rank = ProcessIdentity.of(ranks[0])
-    lowest: list[int] = []
-    bodies = [body(p, ignore_eos=True, stream=True, max_tokens=3000) for p in prompts[:8]]
-    broken, _ = asyncio.run(streams_of(args.port, bodies, lambda: os.kill(rank.pid, signal.SIGKILL)))
-    died = time.perf_counter()
-    ends = [stream.ended.result() for stream in broken]
-    add("ends_of_streams_at_the_kill", ends, all(end == "error event" for end in ends))
-
-    def back() -> bool:
-        lowest.append(memory_mib() or 0)
-        return answers(url, body(prompts[0], max_tokens=4))
-
-    recovered = wait_for(back, args.start_limit_s)
-    add("answers_again_after_s", recovered and round(time.perf_counter() - died, 1), recovered is not None)
-    add("gpu_memory_mib_lowest_between", min(lowest, default=None))
-    add("gpu_memory_mib_serving_again", memory_mib())
-    if recovered is not None:
-        reply = httpx.post(f"{url}/v1/completions", json=body(prompts[0], return_token_ids=True), timeout=60).json()
-        add("equal_after_recovery", list(reply["choices"][0]["token_ids"]) == known["answers"][0])
-    if record["gpu_memory_mib_before"] is not None:
-        limit = record["gpu_memory_mib_serving"] + _SLACK_MIB
-        add("memory_of_the_dead_rank_came_back", memory_mib() <= limit, memory_mib() <= limit)
-
-
-def stop(server: subprocess.Popen, memory_before_mib: int | None, add: Any) -> None:
-    """Ctrl-C, and what is left."""
-    left = [ProcessIdentity.of(pid) for pid in below(server.pid)]
-    began = time.perf_counter()
-    server.send_signal(signal.SIGINT)
-    try:
-        code: int | None = server.wait(timeout=60)
-    except subprocess.TimeoutExpired:
-        code = None
-        server.kill()
-    add("stopped", {"seconds": round(time.perf_counter() - began, 1), "exit": code}, code == 0)
-    gone = wait_for(lambda: not any(process.is_alive() for process in left), 10)
-    alive = [process.pid for process in left if process.is_alive()]
-    add("processes_left", len(alive), gone is not None)
-    if memory_before_mib is not None:
-        limit = memory_before_mib + _SLACK_MIB
-        add("gpu_memory_mib_after", memory_mib(), wait_for(lambda: memory_mib() <= limit, 15) is not None)
+            run.measure()
+        except (CutError, RuntimeError, httpx.HTTPError) as error:
+            run.add("cut", f"{type(error).__name__}: {error}", False)
+            run.show_logs()
+        finally:
+            run.stop()
+            run.save()
+    sys.exit(1 if not run.record["ok"] else 3 if "not_reached" in run.record else 0)
 
 
 if __name__ == "__main__":
