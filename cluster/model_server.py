@@ -28,6 +28,7 @@ from cluster.openai.service import OpenAIService, ServedModel
 from cluster.ray_metrics import RayMetrics
 from cluster.replica_control import ReplicaControl
 from cluster.replica_engine import EngineStarter, start_engine
+from cluster.replica_logging import log_with_serve
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class ModelServer:
     """
 
     async def __init__(self, config: dict[str, Any], starter: EngineStarter = start_engine) -> None:  # type: ignore[misc]
+        log_with_serve()
         self._config = ClusterConfig.model_validate(config)
         deployment = self._config.deployment
         self._admission = Admission(max_num_seqs=self._config.engine.max_num_seqs, queue_limit=deployment.queue_limit)
