@@ -59,12 +59,7 @@ def _group_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: Att
     if max(group.q_lens) == min(group.q_lens) <= MAX_DECODE_QUERIES:
         _decode(q_nhD, k_cache, v_cache, group, out_nE)
         return
-    may_flash = (
-        q_nhD.is_cuda
-        and group.window is None
-        and flash.suits(q_nhD, k_cache.shape[1])
-        and flash.unavailable_reason() is None
-    )
+    may_flash = q_nhD.is_cuda and flash.suits(q_nhD, group, k_cache.shape[1]) and flash.unavailable_reason() is None
     if may_flash:
         flash.flash_attention(q_nhD, k_cache, v_cache, group, out_nE)
     else:

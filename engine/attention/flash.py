@@ -53,15 +53,20 @@ def _function() -> Any:
     return importlib.import_module("flash_attn.cute").flash_attn_varlen_func
 
 
-def suits(q_NhD: Tensor, block_size: int) -> bool:
-    """Whether the library takes this problem."""
+def suits(q_NhD: Tensor, group: AttentionGroup, block_size: int) -> bool:
+    """Whether the library takes this problem.
+
+    Filler queries only of one sequence: its masks end at the last key, so those of several would need keys past each
+    one's own, which may be another request's, and not finite.
+    """
+    if group.window is not None or (group.has_filler and len(group.q_lens) > 1):
+        return False
     return q_NhD.dtype in (torch.bfloat16, torch.float16) and q_NhD.shape[2] in HEAD_DIMS and block_size in BLOCK_SIZES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Lengths:
-    """A group's int32 arguments. The table has spare columns of the null block: a row's filler queries may point past
-    its own blocks.
+    """A group's int32 arguments.
 
     real_n1: which queries the library computes, where filler ones at the end are left out; None: all.
     """
@@ -75,14 +80,12 @@ class _Lengths:
 def flash_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
     """Writes the attention of one group's rows, scaled by 1 / sqrt(D), into out [n, h * D].
 
-    A causal query past its sequence's kv_len is filler that nobody reads. In a group of one sequence, as every prompt
-    program's is, it gets zeros and no key past kv_len is read: those keys may be another request's, or the null
-    block's, and a weight of 0 times a NaN is a NaN. With more sequences it sees what lies there.
+    No key past a sequence's kv_len is read, but in its last block: those keys may be another request's, or the null
+    block's, and a weight of 0 times a NaN is a NaN. Filler queries get zeros.
     """
-    block_size = k_cache.shape[1]
     lengths = group.cache.get(flash_attention)
     if lengths is None:
-        lengths = group.cache[flash_attention] = _lengths(group, block_size)
+        lengths = group.cache[flash_attention] = _lengths(group)
     assert isinstance(lengths, _Lengths)
     result = _function()(
         q_nhD.contiguous(),
@@ -103,34 +106,22 @@ def flash_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: Atte
         torch.where(lengths.real_n1, out, out.new_zeros(()), out=out_nE)
 
 
-def _lengths(group: AttentionGroup, block_size: int) -> _Lengths:
+def _lengths(group: AttentionGroup) -> _Lengths:
     device = group.kv_len_R.device
     starts = [0]
     for length in group.q_lens:
         starts.append(starts[-1] + length)
+    used_R, table_RB = group.kv_len_R.to(torch.int32), group.block_table_RB.to(torch.int32)
     if len(starts) == 2 and group.causal:
         num_1 = (group.kv_len_R - group.q_start_R).to(torch.int32)
         return _Lengths(
             cu_queries_R1=F.pad(num_1, (1, 0)),
-            used_R=group.kv_len_R.to(torch.int32),
-            table_RB=group.block_table_RB.to(torch.int32),
+            used_R=used_R,
+            table_RB=table_RB,
             real_n1=torch.arange(starts[1], device=device)[:, None] < num_1,
         )
-    uniform = min(group.q_lens) == max(group.q_lens)
-    if not group.causal:
-        used_R = group.kv_len_R
-    elif uniform:
-        used_R = group.q_start_R + group.q_lens[0]
-    else:
-        used_R = group.q_start_R + upload(group.q_lens, device)
-    spare = -(-max(group.q_lens) // block_size)
-    if uniform:
+    if min(group.q_lens) == max(group.q_lens):
         cu_queries_R1 = torch.arange(len(starts), dtype=torch.int32, device=device) * group.q_lens[0]
     else:
         cu_queries_R1 = upload(starts, device, dtype=torch.int32)
-    return _Lengths(
-        cu_queries_R1=cu_queries_R1,
-        used_R=used_R.to(torch.int32),
-        table_RB=F.pad(group.block_table_RB, (0, spare)).to(torch.int32),
-        real_n1=None,
-    )
+    return _Lengths(cu_queries_R1=cu_queries_R1, used_R=used_R, table_RB=table_RB, real_n1=None)

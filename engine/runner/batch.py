@@ -115,6 +115,7 @@ class InputBuilder:
                     q_start_R=decode.committed_R,
                     kv_len_R=decode.committed_R + decode.k_R + 1,
                     causal=True,
+                    has_filler=True,
                 )
             )
         if prefill:
@@ -200,6 +201,7 @@ class InputBuilder:
         q_start_R: torch.Tensor,
         kv_len_R: torch.Tensor,
         causal: bool,
+        has_filler: bool = False,
     ) -> AttentionGroup:
         longest = self._state.longest_table * self._block_size
         if self._fixed_shapes:
@@ -208,6 +210,9 @@ class InputBuilder:
             exact = int(kv_len_R.max())
             assert exact <= longest, f"a row reads {exact} positions, its block table holds {longest}"
             longest = exact
+        if self._debug_checks and causal and not has_filler:
+            ends_R = q_start_R + torch.tensor(q_lens, device=q_start_R.device)
+            assert bool((kv_len_R >= ends_R).all()), "queries past their keys in a group that says it has none"
         padded = -(-longest // self._bucket) * self._bucket
         columns = min(-(-padded // self._block_size), self._max_columns)
         return AttentionGroup(
@@ -218,4 +223,5 @@ class InputBuilder:
             block_table_RB=self._state.block_table[slots_R, :columns],
             max_kv_len=columns * self._block_size,
             causal=causal,
+            has_filler=has_filler,
         )

@@ -89,6 +89,7 @@ class FusedRows:
             q_start_R=rows.committed_R,
             kv_len_R=rows.kv_len_R,
             causal=True,
+            has_filler=True,
         )
         decode = DecodeBlock(
             slots_R=slots_R,

@@ -77,6 +77,7 @@ class _ChunkPrograms:
             q_start_R=start_1,
             kv_len_R=start_1 + num_1,
             causal=True,
+            has_filler=True,
         )
         inputs = ForwardInputs(
             ids_N=owner.numbers[_HEADER : _HEADER + self._size],

@@ -137,6 +137,28 @@ def test_filler_queries_of_one_sequence_are_left_out(short: int, monkeypatch: py
     check_filler(Problem(q_lens=(40,), starts=(21,), short=(short,)), "cpu", torch.float32)
 
 
+def test_groups_of_several_sequences_read_no_key_past_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN that another request left behind a sequence's keys reaches none of its rows."""
+    monkeypatch.setattr(flash, "_function", lambda: hungry_flash_attn)
+    exact = Problem(q_lens=(33, 33), starts=(31, 15), spare=64)  # they end with a block
+    for problem in (exact, replace(exact, q_lens=(40, 16), starts=(8, 0))):
+        q, k, v = problem.tensors(torch.float32, "cpu")
+        out = torch.full((sum(problem.q_lens), problem.h * problem.D), float("nan"))
+        flash.flash_attention(q, k, v, problem.group("cpu"), out)
+        torch.testing.assert_close(out.double(), problem.expected(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "has_filler", "taken"), [(1, True, True), (2, False, True), (2, True, False)]
+)
+def test_filler_queries_of_several_sequences_are_not_given_to_it(
+    num_sequences: int, has_filler: bool, taken: bool
+) -> None:
+    problem = Problem(q_lens=(40,) * num_sequences, starts=(21,) * num_sequences)
+    q, k, _ = problem.tensors(torch.bfloat16, "cpu")
+    assert flash.suits(q, replace(problem.group("cpu"), has_filler=has_filler), k.shape[1]) is taken
+
+
 @pytest.mark.parametrize("max_kv_len", [64, 2048, 32768])
 @pytest.mark.parametrize("sequences", [1, 8, 128])
 @pytest.mark.parametrize("queries", [1, 8, 16])
