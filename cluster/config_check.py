@@ -9,8 +9,7 @@ from cluster.config import ClusterConfig, in_config_terms
 def check_local_cpus(config: ClusterConfig, num_cpus: int) -> None:
     """Raises ValueError if the replicas reserve more CPUs than a Ray on this machine would have."""
     deployment = config.deployment
-    scaling = deployment.autoscaling
-    num_replicas = max(scaling.min_replicas, 1) if scaling is not None else deployment.num_replicas or 1
+    num_replicas = _num_replicas(config)
     tensor_parallel_size = config.engine.tensor_parallel_size
     needed = num_replicas * tensor_parallel_size * deployment.cpus
     if needed > num_cpus:
@@ -19,6 +18,16 @@ def check_local_cpus(config: ClusterConfig, num_cpus: int) -> None:
             f"CPUs each reserve {needed:g} CPUs, and this machine has {num_cpus}; lower deployment.cpus, "
             "deployment.replicas or engine.tensor_parallel_size"
         )
+
+
+def num_gpus_needed(config: ClusterConfig) -> int:
+    """By the replicas that a start waits for."""
+    return _num_replicas(config) * config.engine.tensor_parallel_size if config.engine.device == "cuda" else 0
+
+
+def _num_replicas(config: ClusterConfig) -> int:
+    scaling = config.deployment.autoscaling
+    return max(scaling.min_replicas, 1) if scaling is not None else config.deployment.num_replicas or 1
 
 
 def check_models(config: ClusterConfig, *, download: bool) -> str | None:

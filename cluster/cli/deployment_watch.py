@@ -20,12 +20,16 @@ class DrainFailedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppState:
-    """One look at the application. `failure` is Serve's whole text about a replica that could not start."""
+    """One look at the application.
+
+    failure: Serve's whole text about a replica that could not start. waiting: what it says of one that finds no room.
+    """
 
     running: bool
     status: str
     replicas: str
     failure: str | None
+    waiting: str | None = None
 
 
 def root_cause(message: str) -> str:
@@ -55,17 +59,21 @@ def look(app_name: str) -> AppState:
     if status is None:
         return AppState(running=False, status="NOT_STARTED", replicas="", failure=None)
     counts: dict[str, int] = {}
+    waiting: str | None = None
     failure = status.message if status.status in ("DEPLOY_FAILED", "UNHEALTHY") else None
     for deployment in status.deployments.values():
         for state, count in deployment.replica_states.items():
             counts[str(state)] = counts.get(str(state), 0) + count
         if "failed to start" in deployment.message or deployment.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             failure = deployment.message or failure
+        elif "to be scheduled" in deployment.message:
+            waiting = deployment.message
     return AppState(
         running=status.status == "RUNNING",
         status=str(status.status.value if hasattr(status.status, "value") else status.status),
         replicas=", ".join(f"{count} {state.lower()}" for state, count in counts.items()),
         failure=failure,
+        waiting=waiting,
     )
 
 

@@ -81,6 +81,25 @@ def start(*, num_cpus: int, dashboard: bool, verbose: bool) -> None:
         _end_log_monitor()
 
 
+def check_gpus(needed: int) -> None:
+    """Whether the connected cluster has so many GPUs: a placement group that asks for more waits without an end.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not needed:
+        return
+    import ray
+
+    found = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    if found < needed:
+        raise ValueError(
+            f"engine.device: the replicas need {needed} GPU(s) in all, and Ray found {found} on this machine; lower "
+            "deployment.replicas or engine.tensor_parallel_size, or see whether `nvidia-smi` and CUDA_VISIBLE_DEVICES "
+            "show the GPUs"
+        )
+
+
 def _end_log_monitor() -> None:
     """It follows every log file for a driver that shows them, ten times a second."""
     from ray._private import worker

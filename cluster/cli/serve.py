@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from cluster import death_notes
 from cluster.cli import haproxy, local_ray
 from cluster.cli.console import BAD_USAGE, FAILED, fail, stderr, user_errors
 from cluster.cli.deployment_watch import (
+    AppState,
     DrainFailedError,
     StartFailedError,
     drain_replicas,
@@ -29,7 +30,7 @@ from cluster.cli.deployment_watch import (
 )
 from cluster.cli.ray_notes import RayNotes
 from cluster.config import FABRICATIONS, ClusterConfig, ConfigError, load_config
-from cluster.config_check import check_local_cpus, check_models
+from cluster.config_check import check_local_cpus, check_models, num_gpus_needed
 
 # A stop is over after 30 s, whatever the config's drain_s: requests get most of it, the end of the ranks and of Ray the
 # rest, and what still runs then is ended the hard way.
@@ -92,6 +93,7 @@ class _Server:
         self._serve_started = False
         self._app_started = False
         self._is_announced = False
+        self._is_waiting_told = False
         self._files: tempfile.TemporaryDirectory[str] | None = None  # HAProxy's
         listen_host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
         prefix = "" if config.deployment.route_prefix == "/" else config.deployment.route_prefix
@@ -141,6 +143,7 @@ class _Server:
                     haproxy.apply(haproxy.environment(Path(self._files.name), num_cpus=local_ray.available_cpus()))
                 self._ray_started = True
                 local_ray.start(num_cpus=local_ray.available_cpus(), dashboard=self._dashboard, verbose=self._verbose)
+                local_ray.check_gpus(num_gpus_needed(self._config))
             else:
                 local_ray.connect(self._address, verbose=self._verbose)
         with self._stage("starting Ray Serve"):
@@ -149,10 +152,16 @@ class _Server:
             self._deploy()
             wait_until_running(
                 self._config.deployment.app,
-                lambda state: status(f"starting the engine ({state.replicas})" if state.replicas else None),
+                lambda state: self._show_start(state, status),
             )
         with self._stage("waiting for the first health check"):
             wait_until_healthy(f"{self.url}/health", _HEALTH_TIMEOUT_S)
+
+    def _show_start(self, state: AppState, show: Callable[[str | None], None]) -> None:
+        show(f"starting the engine ({state.replicas})" if state.replicas else None)
+        if state.waiting is not None and not self._is_waiting_told:
+            self._is_waiting_told = True
+            self._console.print(state.waiting, style="yellow", markup=False)
 
     def _fetch_models(self) -> None:
         """Download and convert before Ray starts, so that progress is visible and replicas find everything there.

@@ -4,14 +4,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray import serve as ray_serve
 from ray.experimental import internal_kv
 
 import cluster.app
 from cluster import death_notes
 from cluster.cli import local_ray
+from cluster.cli.deployment_watch import look
 from cluster.cli.serve import _Server
 from cluster.config import parse_config
+from cluster.config_check import num_gpus_needed
 
 
 def server(*, proxy: str, address: str | None) -> _Server:
@@ -74,3 +77,40 @@ def test_a_proxy_that_will_not_be_used_is_said(
     err = capsys.readouterr().err
     assert (said in err) if said else not err
     assert len(started) == (not serve_runs)
+
+
+@pytest.mark.parametrize(("replicas", "tensor_parallel_size", "needed"), [(1, 1, 1), (2, 4, 8)])
+def test_gpus_that_ray_does_not_see_end_the_start(
+    replicas: int, tensor_parallel_size: int, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, float] = {"CPU": 8.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: found)
+    plain = {
+        "model": {"source": "a/b"},
+        "engine": {"device": "cuda", "tensor_parallel_size": tensor_parallel_size},
+        "deployment": {"replicas": replicas},
+    }
+    assert num_gpus_needed(parse_config(plain, base_dir=Path("/"))) == needed
+    with pytest.raises(ValueError, match=rf"^engine.device: the replicas need {needed} GPU\(s\) in all, .* found 0 on"):
+        local_ray.check_gpus(needed)
+    found["GPU"] = float(needed)
+    local_ray.check_gpus(needed)
+    on_cpu = parse_config({"model": {"source": "a/b"}}, base_dir=Path("/"))
+    assert num_gpus_needed(on_cpu) == 0
+
+
+def test_a_replica_that_finds_no_room_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "Deployment 'ModelServer' has 1 replicas that have taken more than 30s to be scheduled."
+    deployment = SimpleNamespace(message=text, status="UPDATING", replica_states={"STARTING": 1})
+    application = SimpleNamespace(status="DEPLOYING", message="", deployments={"ModelServer": deployment})
+    monkeypatch.setattr(ray_serve, "status", lambda: SimpleNamespace(applications={"dflash": application}))
+    state = look("dflash")
+    assert (state.running, state.failure, state.waiting) == (False, None, text)
+    shown: list[str | None] = []
+    starting = server(proxy="python", address="auto")
+    starting._show_start(state, shown.append)
+    starting._show_start(state, shown.append)
+    assert shown == ["starting the engine (1 starting)"] * 2
+    assert " ".join(capsys.readouterr().err.split()) == text
