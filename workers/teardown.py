@@ -1,6 +1,7 @@
 """The end of a group's ranks: every step is bounded, also when processes hang or the cluster itself is going away."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -34,7 +35,8 @@ async def end_ranks(
     if not await _all_gone(infos, _KILL_S):
         for info in infos:
             if info.process.is_alive():
-                os.kill(info.process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ended after we looked
+                    os.kill(info.process.pid, signal.SIGKILL)
         if not await _all_gone(infos, _KILL_S):
             alive = [info.process.pid for info in infos if info.process.is_alive()]
             logger.error("rank processes %s did not end on SIGKILL", alive)
