@@ -107,12 +107,13 @@ class Recount:
     all before it in its block are.
 
     texts: full token sequence (prompt + output) by the request's seed. num_drafts: blocks with drafts.
+    num_draft_tokens: their drafts, up to the text's end where accepted ones reach it.
     accepted: drafts accepted, by their position in the block.
     """
 
     def __init__(self, llm: LLM, texts: dict[int, list[int]]) -> None:
         self._runner, self._texts = llm._rank.runner, texts
-        self.num_drafts = 0
+        self.num_drafts = self.num_draft_tokens = 0
         self.accepted = [0] * llm.config.max_draft_len
         launch = self._runner.launch
 
@@ -131,8 +132,9 @@ class Recount:
         count = min(verify_len, int(state.draft_count[slot]), init.max_len - 2 - committed)
         drafts = state.draft_tokens[slot, : max(count, 0)].tolist()
         self.num_drafts += bool(drafts)
-        text = self._texts[init.seed][committed + 1 :]  # shorter than the drafts where it ends in this block
-        for position, (draft, token) in enumerate(zip(drafts, text, strict=False)):
-            if draft != token:
-                return
-            self.accepted[position] += 1
+        text = self._texts[init.seed][committed + 1 :]
+        right = 0
+        while right < min(len(drafts), len(text)) and drafts[right] == text[right]:
+            self.accepted[right] += 1
+            right += 1
+        self.num_draft_tokens += right if right == len(text) else len(drafts)

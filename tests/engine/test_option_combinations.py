@@ -170,6 +170,7 @@ def check_exact(models: tuple[Path, Path], plain: LLM, setting: dict[str, Any], 
         counters = llm.core.counters()
     per_position = counters.num_accepted_tokens_per_pos
     assert counters.num_drafts == recount.num_drafts, setting
+    assert counters.num_draft_tokens == recount.num_draft_tokens, setting
     assert [*per_position, *[0] * (setting["max_draft_len"] - len(per_position))] == recount.accepted, setting
     if setting["proposals"] == "the truth, often" and setting["schedule"] == "fixed":
         assert counters.num_accepted_tokens > 0, setting  # four right drafts of five, in the first step at the latest
