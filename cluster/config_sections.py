@@ -181,7 +181,14 @@ class EngineSection(Section):
         json_schema_extra=RESTART,
         description="Steps launched before a result is read: 0 or 1. Default: 0 on the CPU, 1 on CUDA.",
     )
-
+    inter_token_target_ms: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        json_schema_extra=RESTART,
+        description="Milliseconds a step that decodes may take: prompts join it only as far as that allows, by the "
+        "times of earlier steps, yet at least 64 tokens. Default: as far as max_num_batched_tokens allows.",
+    )
     synthetic_acceptance_length: float | None = Field(
         default=None,
         ge=1.0,

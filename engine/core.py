@@ -198,6 +198,7 @@ class EngineCore:
         counters.num_steps += 1
         self._read_prompt_scores(scheduled, result)
         counters.device_time_s += result.duration_s
+        self._scheduler.step_has_run(scheduled, result.duration_s)
         for chunk in scheduled.prefill:
             counters.prefill_tokens += chunk.num_tokens
             if chunk.seq.state is SequenceState.RUNNING:

@@ -7,7 +7,7 @@ no sampling, no text, no HTTP, no model family. A feature that needs a branch he
 One step, one token budget (max_num_batched_tokens):
 
     1. decode rows, verify_len + 1 tokens each       in admission order; if they do not all fit, longest idle first
-    2. prefill chunks of admitted sequences          in admission order
+    2. prefill chunks of admitted sequences          in admission order; beside decode rows, what `PrefillPace` allows
     3. admissions from the waiting queue             first come, first served; a head that does not fit blocks the rest
 
 Admission is first come, first served and preemption takes the latest first, so the running sequences are always the
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from engine.config.engine import EngineConfig
 from engine.kv_cache.manager import KvCacheManager
+from engine.prefill_pace import PrefillPace
 from engine.sequence import Sequence, SequenceState
 from engine.step import BlockTableUpdate, PrefillChunk, SlotInit, StepPlan
 
@@ -78,6 +79,8 @@ class Scheduler:
     def __init__(self, *, config: EngineConfig, kv: KvCacheManager, draft_len_for: Callable[[int], int]) -> None:
         self._kv = kv
         self._draft_len_for = draft_len_for
+        target_ms = config.inter_token_target_ms
+        self._pace = PrefillPace(target_s=target_ms / 1e3) if target_ms is not None else None
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_num_seqs = config.max_num_seqs
         self._num_steps_ahead = config.pipeline_depth + 1
@@ -125,6 +128,16 @@ class Scheduler:
             self._draining.remove(seq)
             self._free_slots.append(seq.slot)
 
+    def step_has_run(self, step: ScheduledStep, duration_s: float) -> None:
+        """What a step took, which later ones with prompts are reckoned with."""
+        if self._pace is not None:
+            self._pace.observe(
+                num_decode=len(step.decode),
+                verify_len=step.plan.verify_len,
+                prompt_tokens=sum([row.num_tokens for row in step.prefill]),
+                duration_s=duration_s,
+            )
+
     # ---------------------------------------------------------------------------------------- one step
 
     def schedule(self, *, step_id: int, may_preempt: bool) -> ScheduledStep | None:
@@ -162,6 +175,8 @@ class Scheduler:
             if seq.state is SequenceState.RUNNING and self._own(draft, seq, self._slots_needed(seq, verify_cap)):
                 draft.decode.append(seq)
         draft.budget -= len(draft.decode) * (verify_cap + 1)
+        if self._pace is not None and draft.decode:
+            draft.budget = min(draft.budget, self._pace.tokens_beside(len(draft.decode), verify_cap))
         return draft, verify_cap
 
     def _slots_needed(self, seq: Sequence, verify_len: int) -> int:

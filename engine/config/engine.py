@@ -26,6 +26,8 @@ class EngineConfig:
     draft_sampling:  how drafts of sampled requests are chosen, see `engine.runner.draft_tokens`.
     use_rejection_sampling: False verifies by exact match. True: `engine.sampling.rejection`.
     pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
+    inter_token_target_ms: prompts share a step with decode rows as far as it takes no longer than this (see
+        `engine.prefill_pace`); None: as far as the token budget allows.
     enable_penalty:  requests may use penalties, whose counts take `capacity.penalty_workspace_bytes`.
     enable_top_k, enable_top_p: the sampler has these filters.
     """
@@ -63,6 +65,7 @@ class EngineConfig:
     enable_top_k: bool = True
     enable_top_p: bool = True
     shadow_time_share: float = 0.0  # of device time, for scoring drafts beyond K (`engine.speculative.shadow`)
+    inter_token_target_ms: float | None = None
     simulation: Simulation | None = None  # of device "simulated", and only there
     draft_sampling: Literal["greedy", "coupled", "probabilistic"] = "greedy"
     use_rejection_sampling: bool = False

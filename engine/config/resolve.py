@@ -52,6 +52,7 @@ def resolve_engine_config(
     kv_cache_memory_bytes: int | None = None,
     enable_prefix_caching: bool = True,
     pipeline_depth: int | None = None,
+    inter_token_target_ms: float | None = None,
     draft_len_choices: Sequence[int] | None = None,
     decode_programs: str | None = None,
     synthetic_acceptance_length: float | None = None,
@@ -76,6 +77,7 @@ def resolve_engine_config(
     draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len. decode_programs: default "graphs" on CUDA, "eager"
     on the CPU (see EngineConfig). synthetic_acceptance_length: for benchmarks alone: drafts are accepted by decree, so
     the output means nothing.
+    inter_token_target_ms: a step with decode rows takes prompt tokens for no more than this (`engine.prefill_pace`).
     shadow_time_share: device time that scoring drafts beyond K may take, which a speculation controller learns from.
     simulation: of device "simulated", which needs no weights: a local source may be a directory with config.json and
     a tokenizer alone.
@@ -120,6 +122,10 @@ def resolve_engine_config(
             if value is not None:
                 raise ValueError(f"{name}: has no effect without speculative_config; leave it out")
 
+    if inter_token_target_ms is not None and not 0.0 < inter_token_target_ms < float("inf"):
+        raise ValueError(
+            f"inter_token_target_ms: must be a positive number of milliseconds, got {inter_token_target_ms}"
+        )
     if not 0.0 <= shadow_time_share <= 0.5:
         raise ValueError(f"shadow_time_share: must lie between 0 and 0.5, got {shadow_time_share}")
     if (simulation is not None) != (device == "simulated"):
@@ -197,6 +203,7 @@ def resolve_engine_config(
         enable_top_k=mode not in (AdvancedSamplingMode.NO_TOPK, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
         enable_top_p=mode not in (AdvancedSamplingMode.NO_TOPP, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
         shadow_time_share=shadow_time_share,
+        inter_token_target_ms=inter_token_target_ms,
         simulation=None
         if simulation is None
         else load_simulation(simulation, max_num_seqs=max_num_seqs, draft_len_choices=choices),

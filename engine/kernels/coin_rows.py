@@ -30,7 +30,8 @@ def _finalised(x):
 
 
 @triton.jit
-def _key(start, seed, position):
+def row_key(start, seed, position):
+    """One of a row's two keys, int64 in [0, 2^32): see `engine.sampling.noise`. start: int64, the stream added."""
     key = _finalised((start * 5 + (seed & _U32)) & _U32)
     key = _finalised((key * 5 + ((seed >> 32) & _U32) + _ID) & _U32)
     key = _finalised((key * 5 + (position & _U32) + 2 * _ID) & _U32)
@@ -43,9 +44,9 @@ def _coin_kernel(seed_ptr, slot_ptr, position_ptr, out_ptr, certain, fraction, S
     row = tl.program_id(0)
     seed = tl.load(seed_ptr + tl.load(slot_ptr + row))
     position = tl.load(position_ptr + row)
-    x = (_key(seed * 0 + _START_A + STREAM, seed, position) * _A) & _U32
+    x = (row_key(seed * 0 + _START_A + STREAM, seed, position) * _A) & _U32
     x = x ^ (x >> 15)
-    x = ((x + _key(seed * 0 + _START_B + STREAM, seed, position)) * _B) & _U32
+    x = ((x + row_key(seed * 0 + _START_B + STREAM, seed, position)) * _B) & _U32
     x = x ^ (x >> 16)
     x = (x * _A) & _U32
     x = (x ^ (x >> 15)) & 0x7FFFFFFF

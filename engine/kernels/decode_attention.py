@@ -5,6 +5,9 @@ a graph captured for long sequences reads no more on short ones. Each leaves its
 second kernel merges them (a merge by a sequence's last program was measured: it takes longer). Grids depend on shapes
 alone and nothing is read back: a call can be captured.
 
+How a query's tiles are dealt follows from its own position alone, so that its bits do not depend on where in a block of
+drafts it stands. Where a block's queries differ in that, the tiles are passed over once for each kind.
+
 Shapes: N rows, R sequences, Q queries of each, h heads, g KV heads, G = h / g, D head size, S splits, B table columns.
 """
 
@@ -89,46 +92,62 @@ def _decode_kernel(
     if WINDOW > 0:
         first = tl.maximum(tl.minimum(start - WINDOW + 1, kv_len - 1), 0) // BN
     num_tiles = tl.maximum(tl.cdiv(longest, BN) - first, 1)
-    per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
-    active = tl.cdiv(num_tiles, per_split)
-    if split < active:
+    most = _tiles_of_a_split(num_tiles, num_splits, MIN_TILES)
+    least = most
+    if SPLIT and CAUSAL:
+        shortest = tl.maximum(tl.cdiv(tl.minimum(start + 1, kv_len), BN) - first, 1)
+        least = _tiles_of_a_split(shortest, num_splits, MIN_TILES)
+    # The block is no longer than a tile (see `decode_attention`), so there are at most these two kinds.
+    per_m = _tiles_of_a_split(tl.maximum(tl.cdiv(seen, BN) - first, 1), num_splits, MIN_TILES)
+    if split < tl.cdiv(num_tiles, least):
         at = (sequence * Q + query).to(tl.int64)
         inside = real[:, None] & (d < D)[None, :]
         q = tl.load(q_ptr + at[:, None] * q_row_stride + head[:, None] * D + d[None, :], mask=inside, other=0.0)
-        own = first + split * per_split
-        best, total, values = scan(
-            q,
-            k_ptr + kv_head * D,
-            v_ptr + kv_head * D,
-            table_ptr + sequence.to(tl.int64) * table_stride,
-            own,
-            tl.minimum(own + per_split, first + num_tiles),
-            tl.minimum(position - WINDOW + 1, kv_len - 1),
-            seen,
-            kv_len,
-            slot_stride,
-            scale,
-            soft_cap,
-            D,
-            DP,
-            BM,
-            BN,
-            BLOCK_SIZE,
-            WINDOW,
-            SOFT_CAP,
-            PRECISION,
-            STAGES,
-        )
-        if SPLIT:
-            rows = tl.arange(0, BM)
-            place = (unit.to(tl.int64) * num_splits + split) * BM
-            tl.store(stat_ptr + 2 * place + rows, best)
-            tl.store(stat_ptr + 2 * place + BM + rows, total)
-            tl.store(part_ptr + place * DP + rows[:, None] * DP + d[None, :], values, mask=real[:, None])
-        else:
-            mean = finish(best, total, values, sink_ptr, head, real, SINK)
-            out_at = out_ptr + at[:, None] * out_row_stride + head[:, None] * D + d[None, :]
-            tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
+        for per_split in tl.range(least, most + 1, tl.maximum(most - least, 1)):
+            mine = real
+            visible = seen
+            if SPLIT and CAUSAL:
+                mine = real & (per_m == per_split)
+                visible = tl.where(mine, seen, 0)
+            own = first + split * per_split
+            best, total, values = scan(
+                q,
+                k_ptr + kv_head * D,
+                v_ptr + kv_head * D,
+                table_ptr + sequence.to(tl.int64) * table_stride,
+                own,
+                tl.minimum(own + per_split, first + num_tiles),
+                tl.minimum(position - WINDOW + 1, kv_len - 1),
+                visible,
+                kv_len,
+                slot_stride,
+                scale,
+                soft_cap,
+                D,
+                DP,
+                BM,
+                BN,
+                BLOCK_SIZE,
+                WINDOW,
+                SOFT_CAP,
+                PRECISION,
+                STAGES,
+            )
+            if SPLIT:
+                rows = tl.arange(0, BM)
+                place = (unit.to(tl.int64) * num_splits + split) * BM
+                tl.store(stat_ptr + 2 * place + rows, best, mask=mine)
+                tl.store(stat_ptr + 2 * place + BM + rows, total, mask=mine)
+                tl.store(part_ptr + place * DP + rows[:, None] * DP + d[None, :], values, mask=mine[:, None])
+            else:
+                mean = finish(best, total, values, sink_ptr, head, real, SINK)
+                out_at = out_ptr + at[:, None] * out_row_stride + head[:, None] * D + d[None, :]
+                tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tiles_of_a_split(num_tiles, num_splits, MIN_TILES: tl.constexpr):
+    return tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
 
 
 @triton.jit(do_not_specialize=["Q", "kv_heads", "m_tiles", "num_splits"])
@@ -165,14 +184,14 @@ def _merge_kernel(
     row = m % BM
     start = tl.load(start_ptr + sequence).to(tl.int32)
     kv_len = tl.load(kv_len_ptr + sequence).to(tl.int32)
-    longest = kv_len
+    seen = kv_len
     if CAUSAL:
-        longest = tl.minimum(start + Q, kv_len)
+        seen = tl.minimum(start + query + 1, kv_len)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(tl.minimum(start - WINDOW + 1, kv_len - 1), 0) // BN
-    num_tiles = tl.maximum(tl.cdiv(longest, BN) - first, 1)
-    active = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES))
+    num_tiles = tl.maximum(tl.cdiv(seen, BN) - first, 1)
+    active = tl.cdiv(num_tiles, _tiles_of_a_split(num_tiles, num_splits, MIN_TILES))
     s, d = tl.arange(0, SP), tl.arange(0, DP)
     used = s < active
     base = unit.to(tl.int64) * num_splits
@@ -240,6 +259,7 @@ def decode_attention(
     check_layout(q_NhD, k_cache, v_cache, out_NE, block_table_RB)
     R, G = block_table_RB.shape[0], h // g
     assert R * q_len == N
+    assert q_len <= cut.positions or not causal  # the queries' last tiles are two at most
     m_tiles = row_tiles(q_len, G, cut.rows)
     split = cut.num_splits > 1
     assert split == (workspace is not None)

@@ -139,6 +139,50 @@ class CudaRows:
 
         return shard_argmax(score_NV, vocab_start, pdl=self.pdl)
 
+    def filter_thresholds(
+        self,
+        logits_NV: Tensor,
+        *,
+        temperature_N: Tensor,
+        top_k_N: Tensor | None,
+        top_p_N: Tensor | None,
+        min_p_N: Tensor,
+    ) -> Tensor:
+        """What a row's logit / temperature must reach to be kept; see `engine.sampling.filters`."""
+        from engine.kernels.draw_rows import filter_thresholds
+
+        return filter_thresholds(
+            logits_NV,
+            temperature_N=temperature_N,
+            top_k_N=top_k_N,
+            top_p_N=top_p_N,
+            min_p_N=min_p_N,
+            pdl=self.pdl,
+        )
+
+    def draw_rows(
+        self,
+        logits_NV: Tensor,
+        *,
+        temperature_N: Tensor,
+        threshold_N: Tensor | None,
+        seed_N: Tensor,
+        position_N: Tensor,
+        vocab_start: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(value, global id) of each row's draw among the tokens that reach its threshold."""
+        from engine.kernels.draw_rows import draw_rows
+
+        return draw_rows(
+            logits_NV,
+            temperature_N=temperature_N,
+            threshold_N=threshold_N,
+            seed_N=seed_N,
+            position_N=position_N,
+            vocab_start=vocab_start,
+            pdl=self.pdl,
+        )
+
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, count: Tensor
     ) -> Tensor | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.cpu_rows import MIN_PEAK_SIZE, row_kernels
-from engine.layers.cuda_rows import cuda_rows
+from engine.layers.cuda_rows import CudaRows, cuda_rows
 from engine.sampling.filters import (
     MAX_PARTIAL_SORT,
     min_p_threshold,
@@ -133,8 +133,11 @@ def kept_logits(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
     scaled_NV = scale_by_temperature(logits_NV, rows.temperature_N)
     if not rows.any_filter:
         return scaled_NV
+    on_gpu = cuda_rows(logits_NV) if logits_NV.dtype == torch.float32 else None
     if logits_NV.device.type == "cpu":
         threshold_N = _thresholds_by_kind(scaled_NV, rows)
+    elif on_gpu is not None:
+        threshold_N = _kernel_thresholds(logits_NV, rows, on_gpu)
     else:
         threshold_N = _fixed_shape_thresholds(scaled_NV, rows)
     return torch.where(scaled_NV < threshold_N[:, None], -math.inf, scaled_NV)
@@ -278,7 +281,17 @@ def _thresholds(scaled_NV: Tensor, rows: SamplingRows, sorted_NM: Tensor) -> Ten
 
 
 def _draw_any_row(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> tuple[Tensor, Tensor]:
-    """(value, id) per row with fixed shapes and no read-back: every row pays for the dearest one."""
+    """(value, id) per row with fixed shapes and no read-back; by torch alone every row pays for the dearest one."""
+    on_gpu = cuda_rows(logits_NV) if logits_NV.dtype == torch.float32 else None
+    if on_gpu is not None:
+        return on_gpu.draw_rows(
+            logits_NV,
+            temperature_N=rows.temperature_N,
+            threshold_N=_kernel_thresholds(logits_NV, rows, on_gpu) if rows.any_filter else None,
+            seed_N=rows.seed_N,
+            position_N=rows.position_N,
+            vocab_start=vocab_start,
+        )
     count, vocab = logits_NV.shape
     step = max(1, _DRAW_ELEMENTS // vocab)
     parts = [
@@ -298,6 +311,16 @@ def _draw_some_rows(logits_NV: Tensor, rows: SamplingRows, vocab_start: int) -> 
     if rows.any_filter:
         score_NV = torch.where(scaled_NV < _fixed_shape_thresholds(scaled_NV, rows)[:, None], -math.inf, score_NV)
     return argmax_pair(torch.where(drawn_N1, score_NV, scaled_NV), vocab_start)
+
+
+def _kernel_thresholds(logits_NV: Tensor, rows: SamplingRows, on_gpu: CudaRows) -> Tensor:
+    return on_gpu.filter_thresholds(
+        logits_NV,
+        temperature_N=rows.temperature_N,
+        top_k_N=rows.used_top_k_N,
+        top_p_N=rows.used_top_p_N,
+        min_p_N=rows.min_p_N,
+    )
 
 
 def _fixed_shape_thresholds(scaled_NV: Tensor, rows: SamplingRows) -> Tensor:

@@ -37,7 +37,9 @@ def measure_step_times(
     The runner must be idle and is so afterwards; its cache holds nothing that a later request may reuse.
     """
     core = EngineCore(
-        config=replace(config, gate_window=0, enable_prefix_caching=False, shadow_time_share=0.0),
+        config=replace(
+            config, gate_window=0, enable_prefix_caching=False, shadow_time_share=0.0, inter_token_target_ms=None
+        ),
         runner=runner,
         broadcast=broadcast,
     )

@@ -163,6 +163,7 @@ WRONG = [
     ("engine.drafter_weights", 8, "engine.drafter_weights: input should be 'auto', 'model' or 'int8', got 8"),
     ("engine.drafter_tensor_parallel", 1, "engine.drafter_tensor_parallel: input should be a valid boolean, got 1"),
     ("engine.pipeline_depth", 2, "engine.pipeline_depth: input should be less than or equal to 1, got 2"),
+    ("engine.inter_token_target_ms", 0, "engine.inter_token_target_ms: input should be greater than 0, got 0"),
     (
         "engine.synthetic_acceptance_length",
         0.5,

@@ -1,0 +1,53 @@
+"""`PrefillPace`: how many prompt tokens a step may take beside decode rows, so that streams keep their rhythm.
+
+A step's time is reckoned as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
+the first from steps without prompts, the second from what prompts added. Pure arithmetic on the host.
+"""
+
+_FORGET = 0.8  # weight of what was seen before, at each new step seen
+LEAST_TOKENS = 64  # a prompt makes this much progress a step, whatever the target
+
+
+class PrefillPace:
+    """Learns from steps that were read, answers for steps that are planned.
+
+    target_s: seconds between two steps of a stream; a step that decodes takes prompt tokens for no more than that.
+    """
+
+    def __init__(self, *, target_s: float) -> None:
+        assert target_s > 0
+        self._target_s = target_s
+        self._decode_s: dict[tuple[int, int], float] = {}  # (batch bucket, verify_len) -> seconds without prompts
+        self._prompt_s = 0.0  # of the prompts seen, older ones forgotten at the same rate in both
+        self._prompt_tokens = 0.0
+
+    def tokens_beside(self, num_decode: int, verify_len: int) -> int:
+        """Prompt tokens for a step with these decode rows. Until a prompt was seen: the least."""
+        if not self._prompt_tokens:
+            return LEAST_TOKENS
+        left_s = self._target_s - self._decode_time(num_decode, verify_len)
+        token_s = self._prompt_s / self._prompt_tokens
+        if left_s <= LEAST_TOKENS * token_s:
+            return LEAST_TOKENS
+        return int(min(left_s / token_s, 1e9)) if token_s else 10**9
+
+    def observe(self, *, num_decode: int, verify_len: int, prompt_tokens: int, duration_s: float) -> None:
+        """A step that has run."""
+        if prompt_tokens:
+            added_s = max(duration_s - self._decode_time(num_decode, verify_len), 0.0)
+            self._prompt_s = self._prompt_s * _FORGET + added_s
+            self._prompt_tokens = self._prompt_tokens * _FORGET + prompt_tokens
+        elif num_decode:
+            key = _key(num_decode, verify_len)
+            before_s = self._decode_s.get(key, duration_s)
+            self._decode_s[key] = before_s * _FORGET + duration_s * (1 - _FORGET)
+
+    def _decode_time(self, num_decode: int, verify_len: int) -> float:
+        """Seconds of decode rows alone; of a shape not seen yet, the longest that was."""
+        if not num_decode:
+            return 0.0
+        return self._decode_s.get(_key(num_decode, verify_len), max(self._decode_s.values(), default=0.0))
+
+
+def _key(num_decode: int, verify_len: int) -> tuple[int, int]:
+    return (num_decode - 1).bit_length(), verify_len

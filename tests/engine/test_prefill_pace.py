@@ -1,0 +1,87 @@
+"""A step that decodes takes prompts only as far as the inter-token target allows, on a device whose times are known."""
+
+import msgspec
+import pytest
+
+from engine.config.resolve import resolve_engine_config
+from engine.prefill_pace import LEAST_TOKENS, PrefillPace
+from tests.engine.fake_runner import FakeRunner, make_config
+from tests.engine.host_harness import Harness
+
+ROW_S, TOKEN_S = 0.002, 0.0001
+SIZES = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "num_blocks": 1500, "debug_checks": False}
+
+
+class TimedRunner(FakeRunner):
+    """A step takes 2 ms for each decode row and 0.1 ms for each prompt token."""
+
+    def collect(self):
+        plan, result = self.results[0]
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        seconds = ROW_S * len(plan.decode_slots) + TOKEN_S * prompt_tokens
+        self.results[0] = (plan, msgspec.structs.replace(result, duration_s=seconds))
+        return super().collect()
+
+
+def serve(depth, target_ms):
+    """Three streams, then a prompt of 1,500 tokens. Returns (seconds, prompt tokens) of each step that decoded."""
+    harness = Harness(make_config(pipeline_depth=depth, inter_token_target_ms=target_ms, **SIZES))
+    harness.runner = TimedRunner(harness.config)
+    harness.runner.check_reads = False
+    harness.core._runner = harness.runner
+    harness.runner.core = harness.core
+    for _ in range(3):
+        harness.add([1] * 20, max_tokens=300, ignore_eos=True)
+    for _ in range(8):
+        harness.step()
+    first = len(harness.runner.plans)
+    harness.add([2] * 1500, max_tokens=2, ignore_eos=True)
+    harness.run()
+    harness.check_outcomes()
+    harness.check_idle()
+    steps = []
+    for plan in harness.runner.plans[first:]:
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        if plan.decode_slots:
+            steps.append((ROW_S * len(plan.decode_slots) + TOKEN_S * prompt_tokens, prompt_tokens))
+    return steps
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_steps_with_a_prompt_keep_the_target_and_use_it(depth):
+    steps = serve(depth, target_ms=20.0)
+    assert max(seconds for seconds, _ in steps) <= 0.020 * 1.05
+    mixed = [tokens for _, tokens in steps if tokens]
+    assert sum(mixed) == 1500
+    assert max(mixed) >= 0.9 * (0.020 - 3 * ROW_S) / TOKEN_S  # nor is it left unused
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_without_a_target_a_prompt_takes_the_whole_budget(depth):
+    steps = serve(depth, target_ms=None)
+    assert max(tokens for _, tokens in steps) == 1500
+
+
+def test_a_target_that_cannot_be_kept_still_lets_prompts_through():
+    steps = serve(0, target_ms=1.0)
+    mixed = [tokens for _, tokens in steps if tokens]
+    assert sum(mixed) == 1500
+    assert set(mixed[:-1]) == {LEAST_TOKENS}
+
+
+def test_a_device_that_becomes_slower_is_followed():
+    pace = PrefillPace(target_s=0.05)
+    assert pace.tokens_beside(4, 7) == LEAST_TOKENS  # nothing is known
+    for token_s in (0.0001, 0.0004):
+        for _ in range(40):
+            pace.observe(num_decode=4, verify_len=7, prompt_tokens=0, duration_s=0.01)
+            pace.observe(num_decode=4, verify_len=7, prompt_tokens=100, duration_s=0.01 + 100 * token_s)
+        assert pace.tokens_beside(4, 7) == pytest.approx(0.04 / token_s, rel=0.02)
+    # A shape never seen counts as the slowest one seen, so the target is kept from its first step on.
+    assert pace.tokens_beside(16, 15) == pace.tokens_beside(4, 7)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_target_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match="inter_token_target_ms: must be a positive number of milliseconds"):
+        resolve_engine_config(model="nowhere", inter_token_target_ms=value)
