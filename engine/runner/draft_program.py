@@ -1,7 +1,7 @@
 """D: decide what the target's logits commit, feed the drafter's context, draft the next block.
 
 One order, always: sample, verify, commit, context, draft. Only the last is skipped at draft length 0; the context is
-written in every step, so that drafting can start again at any time with nothing missing.
+made of every step, so that drafting can start again at any time with nothing missing.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from engine.parallel.tp_group import TpGroup
 from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder
 from engine.runner.draft_tokens import DraftTokens
 from engine.runner.fused_rows import FusedRows
+from engine.runner.pending_context import PendingContext
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
 from engine.sampling.chain import chain_tokens
@@ -27,7 +28,7 @@ from engine.sampling.rejection import Proposals, verified_tokens
 from engine.sampling.sampler import SamplingRows, greedy_pairs, peak_logits, sample
 from engine.sampling.synthetic import synthetic_accepted
 from engine.sampling.verify import verify
-from engine.step import PrefillChunk, SlotInit
+from engine.step import PrefillChunk, SlotInit, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +90,9 @@ class DecideAndDraft:
         self._builder = builder
         self._tp = tp
         self._draft_tokens = DraftTokens(config, state, tp)
+        self._pending: PendingContext | None = None
+        if drafter is not None and fused is not None and config.device == "cpu" and tp.size == 1:
+            self._pending = PendingContext(drafter, kv, config.block_size)
 
     @property
     def has_drafter(self) -> bool:
@@ -171,14 +175,34 @@ class DecideAndDraft:
         length = self._config.synthetic_acceptance_length
         return None if length is None else synthetic_accepted(length, self._state.seed[slots_S], committed_S)
 
-    def write_context(self, step: TargetStep, decision: Decision | None, num_decode: int, verify_len: int) -> None:
-        """Drafter K/V for every token this step committed: accepted decode rows and all prompt rows."""
+    def prepare_context(self, plan: StepPlan) -> None:
+        """To be called before anything of an eager step: see `PendingContext.prepare`."""
+        if self._pending is not None:
+            self._pending.prepare(plan)
+
+    def write_context(
+        self,
+        step: TargetStep,
+        decision: Decision | None,
+        num_decode: int,
+        verify_len: int,
+        *,
+        may_wait: bool = False,
+    ) -> None:
+        """Drafter K/V for every token this step committed: accepted decode rows and all prompt rows.
+
+        may_wait: nothing is drafted now, so `PendingContext` may take the rows.
+        """
         if self._drafter is None:
             return
         assert step.taps_NTH is not None, "the target kept no taps"
         if decision is not None and decision.fused is not None:
             made = decision.fused
-            self._drafter.feed_context(step.taps_NTH, made.context_positions_N, made.context_slots_N, self._kv)
+            rows = step.taps_NTH, made.context_positions_N, made.context_slots_N
+            if may_wait and self._pending is not None:
+                self._pending.add(*rows)
+            else:
+                self._drafter.feed_context(*rows, self._kv)
             return
         slot_mapping_N = step.inputs.context.slot_mapping_N
         if num_decode:

@@ -156,6 +156,7 @@ class ModelRunner:
         """Execute one plan. On a CPU the work is done when this returns; on a device it is queued, and nothing is read
         back but where the ranks are compared."""
         entry = self._results.take()
+        self._draft_program.prepare_context(plan)
         if plan.zero_blocks:
             self.kv.zero_blocks(plan.zero_blocks)
         self._logits_stage.assign(plan.new_slots)
@@ -252,7 +253,7 @@ class ModelRunner:
         needs = SamplingNeeds.of(inits)
         drawn_from = self._with_rules(step, decode, prefill, inits)
         decision: Decision | None = self._draft_program.decide(drawn_from, decode, prefill, verify_len, needs)
-        self._draft_program.write_context(step, decision, num_decode, verify_len)
+        self._draft_program.write_context(step, decision, num_decode, verify_len, may_wait=plan.draft_len == 0)
         if decision is None:
             return []
         assert step.logits_MV is not None
