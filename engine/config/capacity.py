@@ -73,6 +73,27 @@ def weight_bytes(config: EngineConfig, num_parameters: int) -> int:
     return num_parameters * (4 if config.dtype == "float32" else 2)
 
 
+def packed_copies_bytes(config: EngineConfig, machine: Machine) -> int:
+    """Bytes over all ranks of what a CPU holds of the weights beside `weight_bytes`: the head in the kernels' order
+    where the embedding is it, its 8-bit form for drafts, and where both orders are kept every other matrix again.
+
+    A drafter of 8 bits alone takes less than `weight_bytes` counts for it; this difference is left out.
+    """
+    if config.device != "cpu" or not machine.packs_weights:
+        return 0
+    target, drafter = config.target, config.drafter
+    size = 4 if config.dtype == "float32" else 2
+    vocabulary = target.vocab_size * target.hidden_size
+    total = vocabulary * size if target.tie_word_embeddings else 0
+    if config.drafter_weights == "int8" and drafter is not None and not drafter.draft_vocab_size:
+        total += vocabulary
+    if machine.keeps_both_orders and config.dtype == "bfloat16":
+        total += (num_matrix_elements(target) - vocabulary * (1 if target.tie_word_embeddings else 2)) * size
+        if drafter is not None:
+            total += num_matrix_elements(drafter) * (1 if config.drafter_weights == "int8" else size)
+    return total
+
+
 def penalty_workspace_bytes(config: EngineConfig) -> int:
     """Bytes over all ranks of what penalties keep for every slot: for each vocabulary id an int32 count and a flag, and
     on every rank the ids said so far (int32)."""
@@ -156,16 +177,16 @@ def _check_one_request(config: EngineConfig, name: str, blocks: int, block_bytes
 def _check_memory(
     config: EngineConfig, name: str, blocks: int, block_bytes: int, num_parameters: int, machine: Machine
 ) -> None:
-    weights = weight_bytes(config, num_parameters)
+    weights, copies = weight_bytes(config, num_parameters), packed_copies_bytes(config, machine)
     penalties = penalty_workspace_bytes(config)
     cache = blocks * block_bytes
     ranks = config.tensor_parallel_size
     if config.device == "cpu":
         # All ranks share the machine's memory.
         total, where = machine.memory_bytes, "this machine"
-        needed = weights + penalties + (cache + config.draft_logits_bytes) * ranks
+        needed = weights + copies + penalties + (cache + config.draft_logits_bytes) * ranks
         cache_term = _size(cache) if ranks == 1 else f"{_size(cache)} x {ranks} ranks"
-        weights_term = _size(weights)
+        weights_term = _size(weights) + (f" + copies for the CPU kernels {_size(copies)}" if copies else "")
     else:
         assert machine.accelerator is not None
         total, where = machine.accelerator.memory_bytes, machine.accelerator.name

@@ -1,11 +1,16 @@
 """What the machine offers: cores, memory and the accelerator, read once when a config is resolved."""
 
+import functools
+import importlib.util
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+CPU_KERNELS_VARIABLE = "DFLASH_CPU_KERNELS"  # auto, llvm or torch; see `engine.layers.cpu_jit`
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,17 +29,59 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """cores: physical ones this process may use, at least 1; accelerator: None without a usable GPU."""
+    """cores: physical ones this process may use, at least 1; accelerator: None without a usable GPU.
+
+    packs_weights: the compiled CPU kernels may run here, which keep matrices in an order of their own.
+    keeps_both_orders: bfloat16 matrices are kept in torch's order as well, for many rows (see `Linear.prepare`).
+    """
 
     cores: int
     memory_bytes: int
     accelerator: Accelerator | None
+    packs_weights: bool = False
+    keeps_both_orders: bool = False
 
 
 def probe_machine(*, with_accelerator: bool = True) -> Machine:
     """Facts of this process's machine, container limits included. Looking for an accelerator imports torch."""
     accelerator = _first_gpu() if with_accelerator else None
-    return Machine(cores=_physical_cores(), memory_bytes=_memory_bytes(), accelerator=accelerator)
+    choice = os.environ.get(CPU_KERNELS_VARIABLE, "auto")
+    packs_weights = choice != "torch" and may_run_cpu_kernels()
+    return Machine(
+        cores=_physical_cores(),
+        memory_bytes=_memory_bytes(),
+        accelerator=accelerator,
+        packs_weights=packs_weights,
+        keeps_both_orders=packs_weights and choice != "llvm" and has_bfloat16_instructions(),
+    )
+
+
+def may_run_cpu_kernels() -> bool:
+    """False where the compiled CPU kernels cannot run for a reason that is seen without torch."""
+    is_known = platform.system() == "Linux" and platform.machine() == "x86_64"
+    flags = cpu_flags()
+    has_instructions = not flags or {"avx2", "fma"} <= flags
+    return is_known and has_instructions and importlib.util.find_spec("llvmlite") is not None
+
+
+def has_bfloat16_instructions() -> bool:
+    """Whether the processor multiplies bfloat16 itself (AVX512_BF16): torch's products of many rows are fast then."""
+    flags = cpu_flags()
+    if flags or importlib.util.find_spec("llvmlite") is None:
+        return "avx512_bf16" in flags
+    import llvmlite.binding as llvm
+
+    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """What Linux says the first processor can do and may be used for; empty where it does not say."""
+    for line in _read(_CPUINFO).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
 
 
 def _physical_cores() -> int:

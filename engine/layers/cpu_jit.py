@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from engine.config.machine import CPU_KERNELS_VARIABLE, has_bfloat16_instructions
 from engine.layers.cpu_tile_ir import WeightType
 
 logger = logging.getLogger(__name__)
 
 KERNEL_DTYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-CHOICE_VARIABLE = "DFLASH_CPU_KERNELS"
-_MAX_ROWS_BESIDE_BF16 = 16  # one request's; on such a processor the kernels were faster at 6 rows, torch at 48
+# One request's. On such a processor the kernels were faster up to 16 rows (for 8 bits by a fifth), torch from 24 on (at
+# 128 rows three times as fast as the kernel for 8 bits).
+_MAX_ROWS_BESIDE_BF16 = 16
 
 
 @functools.cache
@@ -30,12 +32,12 @@ def unavailable_reason() -> str | None:
     The environment variable DFLASH_CPU_KERNELS overrides the choice: `torch`, or `llvm` (ValueError if it cannot be),
     which also lifts the limit of `max_kernel_rows`.
     """
-    choice = os.environ.get(CHOICE_VARIABLE, "auto")
+    choice = os.environ.get(CPU_KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "llvm", "torch"):
-        raise ValueError(f"{CHOICE_VARIABLE} is {choice!r}: use auto, llvm or torch")
-    reason = f"{CHOICE_VARIABLE}=torch" if choice == "torch" else obstacle()
+        raise ValueError(f"{CPU_KERNELS_VARIABLE} is {choice!r}: use auto, llvm or torch")
+    reason = f"{CPU_KERNELS_VARIABLE}=torch" if choice == "torch" else obstacle()
     if choice == "llvm" and reason is not None:
-        raise ValueError(f"{CHOICE_VARIABLE}=llvm: {reason}")
+        raise ValueError(f"{CPU_KERNELS_VARIABLE}=llvm: {reason}")
     max_rows = max_kernel_rows(torch.bfloat16)
     compiled = "compiled with LLVM" + ("" if max_rows is None else f", bfloat16 matrices up to {max_rows} rows")
     logger.info("CPU kernels: %s", compiled if reason is None else f"torch's ({reason})")
@@ -47,9 +49,9 @@ def max_kernel_rows(dtype: torch.dtype) -> int | None:
 
     There is a limit where the processor has bfloat16 instructions: torch uses them, but has a large cost per call.
     """
-    if dtype != torch.bfloat16 or os.environ.get(CHOICE_VARIABLE) == "llvm":
+    if dtype != torch.bfloat16 or os.environ.get(CPU_KERNELS_VARIABLE) == "llvm" or not has_bfloat16_instructions():
         return None
-    return _MAX_ROWS_BESIDE_BF16 if torch.cpu._is_avx512_bf16_supported() else None
+    return _MAX_ROWS_BESIDE_BF16
 
 
 def obstacle() -> str | None:

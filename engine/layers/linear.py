@@ -52,9 +52,10 @@ class Linear(nn.Module):
         other rows, their number, or the threads. Elsewhere (other devices, types, processors) nothing changes.
         On processors with bfloat16 instructions torch multiplies more rows than `max_kernel_rows` by a bfloat16 matrix:
         `weight` and `bias` then stay beside the packed copy (twice the memory), and the law holds for calls of so few
-        rows, not between those and larger ones. Not so in 8 bits, nor with float32 results, which torch has only from
-        widened weights: there the kernel takes all rows.
-        int8: rounds the weights of a bfloat16 matrix to 8 bits where the kernel runs and the shape suits it.
+        rows, not between those and larger ones. Not so with float32 results, which torch has only from widened
+        weights: there the kernel takes all rows.
+        int8: rounds the weights of a bfloat16 matrix to 8 bits where the kernel runs and the shape suits it. What torch
+        multiplies is not rounded.
         Raises ValueError if threads < 1.
         """
         if threads is not None and threads < 1:
@@ -72,7 +73,7 @@ class Linear(nn.Module):
             out_dtype=self.out_dtype or self.weight.dtype,
             threads=threads or torch.get_num_threads(),
         )
-        if not int8 and self.out_dtype is None:
+        if self.out_dtype is None:
             self._max_kernel_rows = max_kernel_rows(self.weight.dtype)
         if self._max_kernel_rows is None:
             del self.weight

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.layers import cpu_jit
 from engine.layers.cpu_jit import max_kernel_rows, unavailable_reason
 from tests.reference.paged import PagedModels, Piece, engine_config
 from tests.reference.toy import make_drafter, make_target
@@ -35,7 +36,7 @@ def _ids(count: int, seed: int) -> list[int]:
 def test_one_row_at_a_time_equals_chunks_and_company(
     directories: tuple[Path, Path], dtype: str, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    monkeypatch.setattr(cpu_jit, "has_bfloat16_instructions", lambda: has_instructions)
     # Steps of up to 16 rows, and where nothing is limited of 20.
     cuts = (0, 13, 14, 21, 30) if max_kernel_rows(getattr(torch, dtype)) else (0, 17, 18, 25, 30)
     config = engine_config(directories[0], dtype=dtype)

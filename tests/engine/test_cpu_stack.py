@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.layers import cpu_jit
 from engine.layers.cpu_jit import unavailable_reason
 from engine.layers.cpu_program import TeamProgram
 from engine.layers.cpu_rows import float_bits, row_kernels
@@ -99,7 +100,7 @@ def test_with_bfloat16_instructions_many_rows_go_layer_by_layer(
 ) -> None:
     """All but the prefill of 27 rows take one call, and what they give is still that of the layers."""
     monkeypatch.setenv("DFLASH_CPU_KERNELS", "auto")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(cpu_jit, "has_bfloat16_instructions", lambda: True)
     config = engine_config(*directories, dtype=dtype)
     results = []
     for allowed in (True, False):
@@ -116,13 +117,13 @@ def test_with_bfloat16_instructions_context_of_many_rows_goes_part_by_part(
     directories: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DFLASH_CPU_KERNELS", "auto")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    for weights, limit in (("model", 16), ("int8", MAX_ROWS)):
+    monkeypatch.setattr(cpu_jit, "has_bfloat16_instructions", lambda: True)
+    for weights in ("model", "int8"):
         config = engine_config(*directories, dtype="bfloat16", drafter_weights=weights)
         drafter = PagedModels.load(config, num_seqs=2).drafter
         assert drafter is not None
-        assert CpuContext.takes(drafter, limit)
-        assert not CpuContext.takes(drafter, limit + 1)
+        assert CpuContext.takes(drafter, 16)
+        assert not CpuContext.takes(drafter, 17)
 
 
 @pytest.mark.parametrize("weights", ["model", "int8"])

@@ -184,7 +184,9 @@ def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPa
         (True, "llvm", torch.bfloat16, None, False, None),
         (True, "auto", torch.float32, None, False, None),
         (True, "auto", torch.bfloat16, torch.float32, False, None),
-        (True, "auto", torch.bfloat16, None, True, None),
+        (True, "auto", torch.bfloat16, None, True, 16),
+        (True, "llvm", torch.bfloat16, None, True, None),
+        (True, "auto", torch.bfloat16, torch.float32, True, None),
         (False, "auto", torch.bfloat16, None, False, None),
     ],
 )
@@ -197,14 +199,14 @@ def test_with_bfloat16_instructions_torch_takes_many_rows(
     limit: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    monkeypatch.setattr(cpu_jit, "has_bfloat16_instructions", lambda: supported)
     monkeypatch.setenv("DFLASH_CPU_KERNELS", choice)
     monkeypatch.setattr(linear_module, "unavailable_reason", lambda: None)
     x, weight, bias = _operands(48, 136, dtype)
     layer = _layer(weight, bias, out_dtype)
     assert layer.prepare(threads=2, int8=int8)
     assert hasattr(layer, "weight") == (layer.bias is not None) == (limit is not None)
-    assert torch.equal(layer.plain_weight(), weight) != int8
+    assert torch.equal(layer.plain_weight(), weight) == (limit is not None or not int8)
     by_kernel = layer.matrix.matmul
     rows_seen: list[int] = []
 
