@@ -1,11 +1,13 @@
 """Decoding speed of the engine on a CPU, side by side with `transformers.generate`, in one process.
 
     python benchmarks/engine_cpu.py PROMPTS.json OUT.json --model DIR --drafter DIR [--dtype bfloat16] [--repeats 3]
+        [--parts transformers alone eight]
 
-Measures tokens/s (medians of --repeats, rounds interleaved so that a slow minute of the machine hits every row alike):
-transformers at batch 1 and its static batch of 8, the engine without drafts at 1 and 8 concurrent requests, DFlash at
-concurrency 1 for each K on each prompt set, DFlash at 8 under the schedule. Greedy, end-of-sequence ignored, so that
-all rows decode the same number of tokens.
+Measures tokens/s (medians of --repeats, rounds interleaved so that a slow minute of the machine hits every row alike,
+every second one backwards): transformers at batch 1 and its static batch of 8, the engine without drafts at 1 and 8
+concurrent requests, DFlash at concurrency 1 for each K on each prompt set, DFlash at 8 under the schedule. Ratios are
+medians of those of the rounds. Greedy, end-of-sequence ignored, so that all rows decode the same number of tokens.
+--parts: transformers (its rows), alone (one request), eight (plain and scheduled), eight-drafting (K > 0 at eight).
 """
 
 import argparse
@@ -23,6 +25,9 @@ from command_line import command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
+
+PARTS = ("transformers", "alone", "eight", "eight-drafting")
+SETS = ("gsm8k", "humaneval")
 
 
 def render(tokenizer, messages: list[str]) -> list[list[int]]:
@@ -61,16 +66,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[1, 2, 3, 5, 7, 15])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS, help="of the rows of one request")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bank = json.loads(args.prompts.read_text())
-    sets = {name: render(tokenizer, bank[name][: args.num_prompts]) for name in ("gsm8k", "humaneval")}
+    sets = {name: render(tokenizer, bank[name][: args.num_prompts]) for name in args.sets}
     batch = render(tokenizer, bank["gsm8k"][:4] + bank["humaneval"][:4])
 
     options = dict(dtype=args.dtype, threads=args.threads, max_model_len=1024, max_num_batched_tokens=512)
     options |= dict(enable_prefix_caching=False, kv_cache_memory_bytes=512 * 2**20)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+    model = None
+    if "transformers" in args.parts:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     plain = LLM(args.model, max_num_seqs=8, **options)
     longest = max(args.draft_lens)
     dflash = LLM(
@@ -93,22 +102,29 @@ def main() -> None:
 
     rows: dict[str, Callable[[], int]] = {}
     for name, prompts in sets.items():
-        rows[f"transformers c=1 {name}"] = lambda p=prompts: one_by_one(
-            lambda q: hf_generate(model, tokenizer, q, args.tokens), p[:2]
-        )
-        rows[f"plain c=1 {name}"] = lambda p=prompts: one_by_one(lambda q: engine_generate(plain, q, args.tokens), p)
-        for k in args.draft_lens:
-            rows[f"dflash c=1 K={k} {name}"] = lambda p=prompts, k=k: one_by_one(lambda q: with_k(k, q), p)
-    rows["transformers static batch 8"] = lambda: hf_generate(model, tokenizer, batch, args.tokens)
-    rows["plain c=8"] = lambda: engine_generate(plain, batch, args.tokens)
-    rows["dflash c=8 scheduled K=0"] = lambda: with_k(0, batch)
-    for k in args.draft_lens[:3]:
-        rows[f"dflash c=8 K={k}"] = lambda k=k: with_k(k, batch)
+        if "transformers" in args.parts:
+            rows[f"transformers c=1 {name}"] = lambda p=prompts: one_by_one(
+                lambda q: hf_generate(model, tokenizer, q, args.tokens), p[:2]
+            )
+        if "alone" in args.parts:
+            rows[f"plain c=1 {name}"] = lambda p=prompts: one_by_one(
+                lambda q: engine_generate(plain, q, args.tokens), p
+            )
+            for k in args.draft_lens:
+                rows[f"dflash c=1 K={k} {name}"] = lambda p=prompts, k=k: one_by_one(lambda q: with_k(k, q), p)
+    if "transformers" in args.parts:
+        rows["transformers static batch 8"] = lambda: hf_generate(model, tokenizer, batch, args.tokens)
+    if "eight" in args.parts:
+        rows["plain c=8"] = lambda: engine_generate(plain, batch, args.tokens)
+        rows["dflash c=8 scheduled K=0"] = lambda: with_k(0, batch)
+    if "eight-drafting" in args.parts:
+        for k in args.draft_lens[:3]:
+            rows[f"dflash c=8 K={k}"] = lambda k=k: with_k(k, batch)
 
     speeds: dict[str, list[float]] = {name: [] for name in rows}
     lengths: dict[str, float] = {}
     for round_index in range(args.repeats + 1):
-        for name, run in rows.items():
+        for name, run in list(rows.items())[:: -1 if round_index % 2 else 1]:
             before = dflash.core.counters()
             started = time.perf_counter()
             tokens = run()
@@ -122,15 +138,18 @@ def main() -> None:
             print(f"round {round_index} {name}: {speed:.1f} tokens/s", file=sys.stderr, flush=True)
     medians = {name: round(statistics.median(values), 2) for name, values in speeds.items()}
     ratios = {}
+
+    def compare(name: str, row: str, base: str) -> None:
+        if speeds.get(row) and speeds.get(base):
+            ratios[name] = statistics.median([a / b for a, b in zip(speeds[row], speeds[base], strict=True)])
+
     for name in sets:
-        best = max(args.draft_lens, key=lambda k: medians[f"dflash c=1 K={k} {name}"])
-        plain_speed = medians[f"plain c=1 {name}"]
-        ratios[f"plain / transformers, c=1, {name}"] = plain_speed / medians[f"transformers c=1 {name}"]
-        ratios[f"dflash / plain, c=1, {name}, best K={best}"] = (
-            medians[f"dflash c=1 K={best} {name}"] / medians[f"plain c=1 {name}"]
-        )
-    ratios["plain c=8 / transformers static batch 8"] = medians["plain c=8"] / medians["transformers static batch 8"]
-    ratios["dflash scheduled c=8 / plain c=8"] = medians["dflash c=8 scheduled K=0"] / medians["plain c=8"]
+        compare(f"plain / transformers, c=1, {name}", f"plain c=1 {name}", f"transformers c=1 {name}")
+        if "alone" in args.parts:
+            best = max(args.draft_lens, key=lambda k: medians[f"dflash c=1 K={k} {name}"])
+            compare(f"dflash / plain, c=1, {name}, best K={best}", f"dflash c=1 K={best} {name}", f"plain c=1 {name}")
+    compare("plain c=8 / transformers static batch 8", "plain c=8", "transformers static batch 8")
+    compare("dflash scheduled c=8 / plain c=8", "dflash c=8 scheduled K=0", "plain c=8")
     record = {
         "command": command_line(),
         "machine": {
