@@ -253,7 +253,7 @@ def _resolve_paths(config: ClusterConfig, base_dir: Path, where: str) -> Cluster
 
 
 def _path_problems(data: object, base_dir: Path) -> list[str]:
-    """Paths of a config, valid or not otherwise, that lead to nothing."""
+    """Paths of a config, valid or not otherwise, that lead to nothing, and a chat template that is none."""
     problems: list[str] = []
     for section, key in (("model", "source"), ("speculative_config", "speculative_model")):
         value = _text_at(data, section, key)
@@ -264,11 +264,24 @@ def _path_problems(data: object, base_dir: Path) -> list[str]:
         if value and not _local(value, base_dir).is_file():
             problems.append(f"simulation.{key}: no such file: {_local(value, base_dir)}")
     template = _text_at(data, "model", "chat_template")
-    if template and _is_file_name(template) and not _local(template, base_dir).is_file():
-        problems.append(
-            f"model.chat_template: no such file: {_local(template, base_dir)}; give a Jinja file or the template itself"
-        )
+    if template:
+        problems += _template_problems(template, base_dir)
     return problems
+
+
+def _template_problems(template: str, base_dir: Path) -> list[str]:
+    from engine.chat_template import check_chat_template  # imports jinja2, which most configs do not need
+
+    if _is_file_name(template):
+        file = _local(template, base_dir)
+        if not file.is_file():
+            return [f"model.chat_template: no such file: {file}; give a Jinja file or the template itself"]
+        template = file.read_text(encoding="utf-8")
+    try:
+        check_chat_template(template)
+    except ValueError as error:
+        return [f"model.{error}"]
+    return []
 
 
 def _text_at(data: object, section: str, key: str) -> str | None:

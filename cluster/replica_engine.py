@@ -17,6 +17,7 @@ from engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from engine.config.engine import EngineConfig
+    from workers.engine_group import EngineGroup
 
 
 class ReplicaClient(Engine, Protocol):
@@ -111,19 +112,21 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         asyncio.to_thread(lambda: Tokenizer.load(engine_config.model_dir, chat_template=config.model.chat_template))
     )
     is_controlled = config.controller.enabled and engine_config.drafter is not None
-    try:
-        group = await EngineGroup.start(
+    starting = asyncio.create_task(
+        EngineGroup.start(
             engine_config,
             stall_timeout_s=config.deployment.stall_timeout_s,
             step_times_budget_s=_STEP_TIMES_BUDGET_S if is_controlled else 0.0,
         )
+    )
+    try:
+        await asyncio.wait({starting, loading}, return_when=asyncio.FIRST_EXCEPTION)
+        if loading.done():
+            loading.result()  # what is wrong with the tokenizer is said before the ranks have loaded their weights
+        group, tokenizer = await starting, await loading
     except BaseException:
         loading.cancel()
-        raise
-    try:
-        tokenizer = await loading
-    except BaseException:
-        await asyncio.shield(group.close())
+        await asyncio.shield(_undo(starting))
         raise
     return ReplicaEngine(
         group=group,
@@ -145,6 +148,14 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         has_top_k=engine_config.enable_top_k,
         has_top_p=engine_config.enable_top_p,
     )
+
+
+async def _undo(starting: "asyncio.Task[EngineGroup]") -> None:
+    """Ends a group that is starting or has started; returns when nothing of it is left."""
+    starting.cancel()
+    (result,) = await asyncio.gather(starting, return_exceptions=True)
+    if not isinstance(result, BaseException):
+        await result.close()
 
 
 def accelerator_name(config: "EngineConfig", device_name: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import tokenizers
 from jinja2 import TemplateError
 
+from engine.chat_template import check_chat_template
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -23,7 +25,7 @@ class Tokenizer:
             chat_template: None for the tokenizer's own; else a Jinja template or the path of a file that holds one.
 
         Raises:
-            ValueError: a slow tokenizer, or a chat template file that does not exist.
+            ValueError: a slow tokenizer, a chat template file that does not exist, or one that is no Jinja.
         """
         backend = getattr(hf_tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
@@ -152,12 +154,15 @@ _BYTE_OF_CHAR = _byte_level_alphabet()
 
 def _read_template(template: str | None) -> str | None:
     """A template given as text, or read from the file it names."""
-    if template is None or "{" in template or "\n" in template:
-        return template
-    path = Path(template)
-    if not path.is_file():
-        raise ValueError(f"chat_template: {template!r} is neither a Jinja template nor an existing file.")
-    return path.read_text(encoding="utf-8")
+    if template is None:
+        return None
+    if "{" not in template and "\n" not in template:
+        path = Path(template)
+        if not path.is_file():
+            raise ValueError(f"chat_template: {template!r} is neither a Jinja template nor an existing file.")
+        template = path.read_text(encoding="utf-8")
+    check_chat_template(template)
+    return template
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:

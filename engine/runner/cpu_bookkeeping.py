@@ -1,6 +1,7 @@
 """The CPU's counterparts of the Triton kernels in `engine.kernels.target_rows` and `engine.kernels.commit_rows`."""
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -9,9 +10,12 @@ from engine.kernels.row_state import Commit, Slots, TargetRows
 from engine.layers.cpu_jit import JobKernel, compile_ir
 from engine.runner.cpu_bookkeeping_job import CommitWord, StoreWord, TargetWord
 
+_KEPT_SHAPES = 16  # a batch stays at one shape or two for many steps
+
 
 class CpuBookkeeping:
-    """Results are good until the next call of the same shape: they are written to the same places.
+    """Results are good until the next call of the same shape: they are written to the same places, which are kept for
+    the shapes used last.
 
     At one row the torch forms are some 150 calls of several us each; these are three.
     """
@@ -26,15 +30,13 @@ class CpuBookkeeping:
         self._target_job = ctypes.c_int64 * len(TargetWord)
         self._commit_job = ctypes.c_int64 * len(CommitWord)
         self._store_job = ctypes.c_int64 * len(StoreWord)
-        self._rows: dict[tuple[int, int], TargetRows] = {}
-        self._commits: dict[tuple[int, int, int], Commit] = {}
+        self._rows_of = functools.lru_cache(_KEPT_SHAPES)(TargetRows.empty)
+        self._commit_of = functools.lru_cache(_KEPT_SHAPES)(Commit.empty)
 
     def target_rows(self, slots: Slots, slots_R: Tensor, *, width: int, block_size: int) -> TargetRows:
         """T's inputs of decode rows at a program width of `width` drafts."""
-        key = R, _ = slots_R.shape[0], width
-        if key not in self._rows:
-            self._rows[key] = TargetRows.empty(R, width, slots_R.device)
-        rows = self._rows[key]
+        R = slots_R.shape[0]
+        rows = self._rows_of(R, width, slots_R.device)
         assert slots_R.is_contiguous()
         job = self._target_job(
             R,
@@ -82,10 +84,8 @@ class CpuBookkeeping:
 
         block_width: W, 0 without a drafter. positions: of the drafter's table.
         """
-        key = R, _, _ = slots_R.shape[0], width, block_width
-        if key not in self._commits:
-            self._commits[key] = Commit.empty(R, width, block_width, slots_R.device)
-        made = self._commits[key]
+        R = slots_R.shape[0]
+        made = self._commit_of(R, width, block_width, slots_R.device)
         assert slots.max_len.stride(0) == slots.min_len.stride(0)
         assert all(tensor.is_contiguous() for tensor in (slots_R, drawn_N, peak_N, slots.stop_ids))
         assert (drawn_N.dtype, peak_N.dtype) == (torch.int64, torch.float32)

@@ -71,6 +71,10 @@ CASES = [
     ({"speculative_config": {"load_format": "npcache"}}, "speculative_config.load_format: must be one of"),
     ({"model": {"source": "MODELS/empty"}}, "has no config.json"),
     ({"model": {"max_model_len": 10**6}}, "model.max_model_len: 1000000 is above the target's"),
+    (
+        {"model": {"chat_template": "{% for m in messages %}"}},
+        "model.chat_template: line 1: Unexpected end of template",
+    ),
     ({"model": {"revision": "v2"}}, "revision applies to Hugging Face ids only"),
     (
         {"engine": {"threads": 10**6}},

@@ -1,5 +1,7 @@
 """The CPU's bookkeeping kernels decide what the torch forms decide: whole engines, and rows with every kind of end."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from engine.runner.cpu_bookkeeping import CpuBookkeeping
 from engine.runner.fused_rows import FusedRows
 from engine.sampling import sampler
 from tests.engine.test_decode_programs import build, drive, models  # noqa: F401  (a fixture)
-from tests.reference.row_cases import check_commit
+from tests.reference.row_cases import check_commit, random_rows
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=f"torch's kernels: {unavailable_reason()}")
 
@@ -41,6 +43,29 @@ def noted(calls, name, function):
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_commit_equals_verify(case: tuple[int, int], synthetic: bool) -> None:
     check_commit(CpuBookkeeping().commit, case, "cpu", synthetic=synthetic)
+
+
+def test_places_of_results_are_kept_for_few_shapes() -> None:
+    kernels, places = CpuBookkeeping(), []
+    for rows in range(1, 60):
+        slots, given, slots_R, drawn_RQ, peak_RQ, _ = random_rows(3, rows, "cpu")
+        options = {"width": 3, "block_size": 16, "block_width": 8}
+        target = kernels.target_rows(slots, slots_R, width=3, block_size=16)
+        made = kernels.commit(
+            slots,
+            slots_R,
+            given,
+            drawn_RQ.flatten(),
+            peak_RQ.flatten(),
+            synthetic_R=None,
+            mask_id=1,
+            positions=64,
+            **options,
+        )
+        places += [weakref.ref(target.ids_N), weakref.ref(made.packed)]
+        del target, made
+    kept = sum(place() is not None for place in places)
+    assert 2 <= kept <= 40
 
 
 @pytest.mark.parametrize("size", [8, 9, 1000, 49152])

@@ -16,6 +16,7 @@ from engine.weights.cache import build_once, cache_root, entry_name
 from engine.weights.source import GgufSource, HubSource, LocalDirectory, check_model_directory, fetch, parse_source
 from engine.weights.wheel import WheelSource
 from tests.engine.hub_server import COMMITS, REPO, Hub, serve_hub
+from tests.toy import MASK_ID, make_drafter, make_target
 
 WEIGHTS_BYTES = 3_000_000
 FETCH = """
@@ -25,6 +26,14 @@ try:
     print(fetch(sys.argv[1], revision=sys.argv[2] or None))
 except ValueError as error:
     print("ValueError:", error)
+"""
+RESOLVE = """
+import sys
+from engine.config.decoding import DFlashDecodingConfig
+from engine.config.resolve import resolve_engine_config
+spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=sys.argv[2])
+config = resolve_engine_config(model=sys.argv[1], speculative_config=spec)
+print(config.drafter.mask_token_id, *config.drafter.target_layer_ids)
 """
 
 
@@ -62,9 +71,11 @@ class Client:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "PYTHONPATH": path}
 
-    def start(self, source: str = REPO, revision: str = "", **env: str) -> "subprocess.Popen[str]":
+    def start(
+        self, source: str = REPO, revision: str = "", *, script: str = FETCH, **env: str
+    ) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, "-c", FETCH, source, revision],
+            [sys.executable, "-c", script, source, revision],
             env={**self.env, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -147,6 +158,14 @@ def test_unreachable_hub_and_offline_without_cache(hub: Hub, client: Client) -> 
     message = client.fetch(HF_ENDPOINT="http://127.0.0.1:9")
     assert message.startswith(f"ValueError: {REPO!r} could not be downloaded from http://127.0.0.1:9")
     assert not hub.requests
+
+
+def test_a_drafter_s_config_is_read_after_its_download(hub: Hub, client: Client, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    drafter = make_drafter(tmp_path / "drafter", target, target_layer_ids=[0, 2])
+    hub.files["main"] = {file.name: file.read_bytes() for file in drafter.iterdir()}
+    assert client.finish(client.start(str(target), REPO, script=RESOLVE)) == f"{MASK_ID} 0 2"
+    assert len(hub.downloads("model.safetensors")) == 1
 
 
 def test_two_processes_at_once_download_once(hub: Hub, client: Client) -> None:

@@ -56,6 +56,21 @@ def test_template_given_as_text_or_file(tmp_path: Path) -> None:
         assert text == "hi:user=a;"
     with pytest.raises(ValueError, match=r"^chat_template: 'nowhere.jinja' is neither"):
         Tokenizer(wrap(byte_level().backend), chat_template="nowhere.jinja")
+    broken = "line one\n{% for m in messages %}\n{{ m.role"
+    path.write_text(broken)
+    for given in (broken, str(path)):
+        with pytest.raises(ValueError, match=r"^chat_template: line 3: unexpected end of template"):
+            Tokenizer(wrap(byte_level().backend), chat_template=given)
+
+
+def test_template_with_tags_of_transformers(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(wrap(byte_level().backend), chat_template=template)
+    messages = [{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer.render_chat(messages, add_generation_prompt=False) == "b"
 
 
 def test_continue_final_message() -> None:

@@ -160,6 +160,32 @@ async def test_a_killed_rank_fails_everything_with_the_root_cause_logged_once(
     await assert_nothing_left(before, pids)
 
 
+@pytest.mark.parametrize("hang_up_first", [False, True])
+async def test_clients_that_hang_up_while_a_rank_dies_harm_no_other(
+    hang_up_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = traces()
+    group = await start(FakeConfig(tensor_parallel_size=2, step_s=0.005))
+    tasks = await long_streams(group, 9)
+    pids = group.processes
+    hung_up, others = tasks[::3], [task for index, task in enumerate(tasks) if index % 3]
+    with caplog.at_level(logging.WARNING, logger="workers"):
+        for action in ("hang up", "kill") if hang_up_first else ("kill", "hang up"):
+            if action == "kill":
+                os.kill(pids[1], signal.SIGKILL)
+            else:
+                for task in hung_up:
+                    task.cancel()
+            await asyncio.sleep(0)
+        await assert_all_fail(others, rf"rank 1 \(pid {pids[1]}\) died", 3)
+        for result in await asyncio.gather(*hung_up, return_exceptions=True):
+            assert isinstance(result, asyncio.CancelledError)
+        assert f"rank 1 (pid {pids[1]}) died" in await asyncio.wait_for(group.wait_dead(), 1)
+        await group.close()
+    assert [record.levelname for record in caplog.records if record.name.startswith("workers")] == ["ERROR"]
+    await assert_nothing_left(before, pids)
+
+
 async def test_a_hung_rank_is_found_by_the_stall_timeout() -> None:
     before = traces()
     config = FakeConfig(tensor_parallel_size=2, step_s=0.002, hang_rank=1, hang_step=20)
