@@ -2,12 +2,16 @@
 
 Named, detached, on the head node, one per (application, deployment). It owns no request and no engine: replicas go on
 without it. Not a deployment actor of Serve's: one that cannot start would keep replicas from starting.
+
+Its methods return at once and run on a few threads, one at a time: of a thousand replicas' reports most of the cost is
+Ray's, and a call that goes through an event loop costs a third more.
 """
 
-import asyncio
 import logging
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -18,11 +22,12 @@ from cluster.control.control_metrics import ControlMetrics
 from cluster.control.estimate import ControlState, Push
 from cluster.control.messages import PROTOCOL_VERSION, Order, Registration, Report
 from cluster.control.status import status_of
+from engine.speculative.schedule import ScheduleAck
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "dflash"
-_MAX_CONCURRENCY = 20_000  # calls in progress; far above the number of replicas
+_THREADS = 4  # so that one that waits for gates keeps no report waiting
 _TICK_S = 0.5
 _PUSH_TIMEOUT_S = 10.0
 _LEAVE_AFTER_S = 600.0  # without a replica
@@ -32,21 +37,21 @@ _ASK_SERVE_AFTER_S = 5.0  # without a replica, whether the application still exi
 class SpeculationController:
     """See the module. Messages are bytes: msgpack of `cluster.control.messages`."""
 
-    async def __init__(self, app: str, deployment: str) -> None:  # type: ignore[misc]
+    def __init__(self, app: str, deployment: str) -> None:
         self._app, self._deployment = app, deployment
+        self._lock = threading.Lock()  # of all below
         self._state = ControlState(started_at=time.monotonic())
         self._metrics = ControlMetrics(app=app, deployment=deployment)
         self._ranks: dict[str, Any] = {}  # replica -> handle of its rank 0
-        self._pushing: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._pushing: dict[str, float] = {}  # replica -> when its push is given up
         self._registration = msgspec.msgpack.Decoder(Registration)
         self._report = msgspec.msgpack.Decoder(Report)
         self._encoder = msgspec.msgpack.Encoder()
-        self._keep(asyncio.get_running_loop().create_task(self._work()))
+        threading.Thread(target=self._work, name="decisions", daemon=True).start()
 
     # ---------------------------------------------------------------------------------------------------- replicas
 
-    async def register(self, protocol: int, registration: bytes, rank0: Any) -> bytes:
+    def register(self, protocol: int, registration: bytes, rank0: Any) -> bytes:
         """A replica introduces itself and its rank 0 (an actor with `apply_schedule` and `reset_gate`).
 
         Raises:
@@ -55,95 +60,118 @@ class SpeculationController:
         """
         if protocol > PROTOCOL_VERSION:
             self._end(f"a replica speaks protocol {protocol}, this controller {PROTOCOL_VERSION}")
-        message = self._registration.decode(registration)
-        reply = self._state.register(message, now=time.monotonic())
-        self._ranks[message.replica_id] = rank0
-        return self._encoder.encode(reply)
+        with self._lock:
+            message = self._registration.decode(registration)
+            reply = self._state.register(message, now=time.monotonic())
+            self._ranks[message.replica_id] = rank0
+            return self._encoder.encode(reply)
 
-    async def report(self, report: bytes) -> bytes:
+    def report(self, report: bytes) -> bytes:
         """A replica's counters."""
-        return self._encoder.encode(self._state.report(self._report.decode(report), now=time.monotonic()))
+        with self._lock:
+            return self._encoder.encode(self._state.report(self._report.decode(report), now=time.monotonic()))
 
-    async def leave(self, replica_id: str, incarnation: int) -> None:
+    def leave(self, replica_id: str, incarnation: int) -> None:
         """A replica ends."""
-        self._state.leave(replica_id, incarnation=incarnation, now=time.monotonic())
+        with self._lock:
+            self._state.leave(replica_id, incarnation=incarnation, now=time.monotonic())
 
     # ---------------------------------------------------------------------------------------------------- operators
 
-    async def give(self, order: bytes) -> None:
+    def give(self, order: bytes) -> None:
         """An operator's order. Raises ValueError for a schedule that cannot be pinned."""
-        self._push(self._state.give(msgspec.msgpack.decode(order, type=Order), now=time.monotonic()))
+        with self._lock:
+            now = time.monotonic()
+            pushes = self._due(self._state.give(msgspec.msgpack.decode(order, type=Order), now=now), now)
+        self._push(pushes)
 
-    async def reset_gates(self) -> list[str]:
+    def reset_gates(self) -> list[str]:
         """Lets every replica's tripped gate speculate again; the replicas that have done so."""
-        self._forget_ranks()
-        ranks = dict(self._ranks)
-        done = await asyncio.gather(*[self._reset_gate(rank0) for rank0 in ranks.values()])
-        return [replica_id for replica_id, is_done in zip(ranks, done, strict=True) if is_done]
+        with self._lock:
+            self._forget_ranks()
+            ranks = dict(self._ranks)
+        asked = {replica_id: rank0.reset_gate.remote() for replica_id, rank0 in ranks.items()}
+        answers = list(asked.values())
+        if answers:
+            ray.wait(answers, num_returns=len(answers), timeout=_PUSH_TIMEOUT_S)
+        return [replica_id for replica_id, answer in asked.items() if _has_succeeded(answer)]
 
-    async def status(self) -> bytes:
+    def status(self) -> bytes:
         """A `ControllerStatus`."""
-        return self._encoder.encode(
-            status_of(self._state, app=self._app, deployment=self._deployment, now=time.monotonic())
-        )
+        with self._lock:
+            shown = status_of(self._state, app=self._app, deployment=self._deployment, now=time.monotonic())
+        return msgspec.msgpack.encode(shown)
 
     # ---------------------------------------------------------------------------------------------------- own work
 
-    async def _work(self) -> None:
+    def _work(self) -> None:
         """Decides twice a second; leaves when there is nothing to control any more."""
-        asked_at = 0.0
-        while True:
-            await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
-            changes = self._state.num_changes
-            self._push(self._state.decide(now=now))
-            if self._state.num_changes != changes:
-                self._log_schedules()
-            self._forget_ranks()
-            self._metrics.set(self._state)
-            if self._state.is_superseded:
-                self._end("a controller with a later epoch is at work")
-            if self._state.idle_since is not None:
-                idle_s = now - self._state.idle_since
-                if idle_s > _LEAVE_AFTER_S:
+        try:
+            asked_at = 0.0
+            while True:
+                time.sleep(_TICK_S)
+                now = time.monotonic()
+                with self._lock:
+                    pushes = self._tick(now)
+                    idle_s = None if self._state.idle_since is None else now - self._state.idle_since
+                    is_superseded = self._state.is_superseded
+                self._push(pushes)
+                if is_superseded:
+                    self._end("a controller with a later epoch is at work")
+                if idle_s is not None and idle_s > _LEAVE_AFTER_S:
                     self._end(f"no replica for {idle_s:.0f} s")
-                if idle_s > _ASK_SERVE_AFTER_S and now - asked_at > _ASK_SERVE_AFTER_S:
+                if idle_s is not None and idle_s > _ASK_SERVE_AFTER_S and now - asked_at > _ASK_SERVE_AFTER_S:
                     asked_at = now
-                    if await asyncio.to_thread(_is_deleted, self._app):
+                    if _is_deleted(self._app):
                         self._end(f"the application {self._app!r} does not exist any more")
+        except Exception:
+            logger.exception("the controller's own work failed; it starts anew")
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=False)
 
-    def _push(self, pushes: Iterable[Push]) -> None:
+    def _tick(self, now: float) -> list[tuple[Any, Push]]:
+        changes = self._state.num_changes
+        pushes = self._state.decide(now=now)
+        if self._state.num_changes != changes:
+            self._log_schedules()
+        self._forget_ranks()
+        self._metrics.set(self._state)
+        return self._due(pushes, now)
+
+    def _due(self, pushes: Iterable[Push], now: float) -> list[tuple[Any, Push]]:
+        """Those with somebody to push to and none under way, with the handle."""
+        due = []
         for push in pushes:
             rank0 = self._ranks.get(push.replica_id)
-            if rank0 is not None and push.replica_id not in self._pushing:
-                self._pushing.add(push.replica_id)
-                self._keep(asyncio.get_running_loop().create_task(self._push_one(rank0, push)))
+            if rank0 is not None and self._pushing.get(push.replica_id, now) <= now:
+                self._pushing[push.replica_id] = now + _PUSH_TIMEOUT_S
+                due.append((rank0, push))
+        return due
 
-    async def _push_one(self, rank0: Any, push: Push) -> None:
+    def _push(self, pushes: Iterable[tuple[Any, Push]]) -> None:
+        for rank0, push in pushes:
+            answer = rank0.apply_schedule.remote(push.version, push.schedule)
+            answer.future().add_done_callback(self._acknowledged(push))
+
+    def _acknowledged(self, push: Push) -> Callable[["Future[ScheduleAck]"], None]:
         """A push that fails is made up for by the reply to the replica's next report."""
-        try:
-            async with asyncio.timeout(_PUSH_TIMEOUT_S):
-                ack = await rank0.apply_schedule.remote(push.version, push.schedule)
-            self._state.acknowledged(push.replica_id, ack)
-            if ack.rounded:
-                logger.warning("replica %s: schedule %s was %s", push.replica_id, push.version, ack.rounded)
-        except (RayError, TimeoutError, RuntimeError, ValueError) as error:
-            logger.warning("pushing %s to replica %s failed: %s", push.version, push.replica_id, _first_line(error))
-        finally:
-            self._pushing.discard(push.replica_id)
 
-    async def _reset_gate(self, rank0: Any) -> bool:
-        try:
-            async with asyncio.timeout(_PUSH_TIMEOUT_S):
-                await rank0.reset_gate.remote()
-        except (RayError, TimeoutError, RuntimeError) as error:
-            logger.warning("resetting a gate failed: %s", _first_line(error))
-            return False
-        return True
+        def take(answer: "Future[ScheduleAck]") -> None:
+            error = answer.exception()
+            with self._lock:
+                self._pushing.pop(push.replica_id, None)
+                if error is None:
+                    self._state.acknowledged(push.replica_id, answer.result())
+            if error is not None:
+                logger.warning("pushing %s to replica %s failed: %s", push.version, push.replica_id, _first_line(error))
+            elif answer.result().rounded:
+                logger.warning("replica %s: schedule %s was %s", push.replica_id, push.version, answer.result().rounded)
+
+        return take
 
     def _forget_ranks(self) -> None:
         for replica_id in self._ranks.keys() - self._state.replicas.keys():
             del self._ranks[replica_id]
+            self._pushing.pop(replica_id, None)
 
     def _log_schedules(self) -> None:
         for key, line in self._state.live_lines.items():
@@ -151,20 +179,18 @@ class SpeculationController:
                 if verdict.changes:
                     logger.info("%s, batch size up to %d: %s", key[0], bound, verdict.reason)
 
-    def _keep(self, task: "asyncio.Task[None]") -> None:
-        """asyncio itself keeps no reference to a task."""
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("the controller's own work failed; it starts anew", exc_info=task.exception())
-            ray.kill(ray.get_runtime_context().current_actor, no_restart=False)
-
     def _end(self, reason: str) -> None:
         logger.info("The speculation controller of %s:%s ends: %s", self._app, self._deployment, reason)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _has_succeeded(answer: Any) -> bool:
+    try:
+        ray.get(answer, timeout=0)
+    except (RayError, RuntimeError) as error:
+        logger.warning("resetting a gate failed: %s", _first_line(error))
+        return False
+    return True
 
 
 def controller_name(app: str, deployment: str) -> str:
@@ -198,7 +224,7 @@ def find_or_make_controller(app: str, deployment: str, *, actor_class: type = Sp
             num_cpus=0,
             resources={"node:__internal_head__": 0.001},
             scheduling_strategy="DEFAULT",
-            max_concurrency=_MAX_CONCURRENCY,
+            max_concurrency=_THREADS,
             enable_task_events=False,  # hundreds of calls a second, which nobody looks up
         )
         .remote(app, deployment)

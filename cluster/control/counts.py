@@ -1,5 +1,6 @@
 """Merging replicas' counters: differences of cumulative counts, and a log of them that forgets with traffic."""
 
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -56,7 +57,7 @@ def _difference(new: CellCounts, old: CellCounts) -> CellCounts:
         accepted=_subtract(new.accepted, old.accepted),
     )
     counts = (difference.steps, difference.rows, difference.decode_steps, difference.decode_time_s)
-    if min(counts) < 0 or min(difference.at_risk, default=0) < 0 or min(difference.accepted, default=0) < 0:
+    if min(*counts, *difference.at_risk, *difference.accepted) < 0:
         raise ValueError(f"cells: counts of a later report are smaller: {new} after {old}")
     return difference
 
@@ -85,10 +86,11 @@ class TrafficClock:
 def summed(cells: Sequence[CellCounts], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Counts at risk and accepted by position, [2, W], and rows counted at K, [W + 1], of some cells."""
     counts, origins = np.zeros((2, width)), np.zeros(width + 1)
+    for row, columns in zip(counts, ((cell.at_risk for cell in cells), (cell.accepted for cell in cells)), strict=True):
+        sums = [*map(sum, itertools.zip_longest(*columns, fillvalue=0))]  # far cheaper than an array for each cell
+        row[: len(sums)] = sums
     for cell in cells:
         if cell.at_risk:
-            counts[0, : len(cell.at_risk)] += cell.at_risk
-            counts[1, : len(cell.accepted)] += cell.accepted
             origins[cell.draft_len] += cell.at_risk[0]
     return counts, origins
 

@@ -234,7 +234,9 @@ class ControlState:
             self._memory.changed(changed_at)
             for replica in self.replicas.values():
                 replica.traffic.changed()
-        self.belief = self._memory.believe(self._clock.seconds, num_running=num_running)
+        belief = self._memory.believe(self._clock.seconds, num_running=num_running)
+        if self._memory.knows_enough:
+            self.belief = belief
 
     def _correct(self, replica: Replica, now: float) -> None:
         """Lets a replica whose traffic is its own have a line of its own, and takes that back."""

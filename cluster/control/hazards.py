@@ -143,8 +143,10 @@ def changed_since(
     if not len(cuts_S):
         return None
     is_before_SP = np.arange(len(times_P)) < cuts_S[:, None]
+    all_W = smoothed_hazards(weights_P @ at_risk_PW, weights_P @ accepted_PW)
     (before_S, spread_before_S, scores_before_SP), (after_S, spread_after_S, scores_after_SP) = (
-        _longest_of_parts(at_risk_PW, accepted_PW, weights_P * part_SP) for part_SP in (is_before_SP, ~is_before_SP)
+        _longest_of_parts(at_risk_PW, accepted_PW, weights_P * part_SP, all_W)
+        for part_SP in (is_before_SP, ~is_before_SP)
     )
     difference_S = np.abs(after_S - before_S)
     spread_S = spread_before_S + spread_after_S
@@ -169,11 +171,14 @@ def changed_since(
 
 
 def _longest_of_parts(
-    at_risk_PW: np.ndarray, accepted_PW: np.ndarray, weights_SP: np.ndarray
+    at_risk_PW: np.ndarray, accepted_PW: np.ndarray, weights_SP: np.ndarray, guess_W: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each of S weightings of the reports: E(W), its variance, and what each report adds to its error [S, P]."""
+    """For each of S weightings of the reports: E(W), its variance, and what each report adds to its error [S, P].
+
+    guess_W: hazards of all reports. A part that saw few rows is no evidence against them.
+    """
     rows_SW, accepted_SW = weights_SP @ at_risk_PW, weights_SP @ accepted_PW
-    hazards_SW = smoothed_hazards(rows_SW, accepted_SW)
+    hazards_SW = (accepted_SW + _PSEUDO_ROWS * guess_W) / (rows_SW + _PSEUDO_ROWS)
     gradient_SW = token_gradients(hazards_SW)[:, -1]
     squared_SP = weights_SP * weights_SP
     squared_SW = squared_SP @ at_risk_PW

@@ -23,6 +23,7 @@ _ALONE_S = 40.0  # without another change before it: then a change is no swing
 _SAME_CHANGE_S = 6.0  # detections so close are of one change, whose place becomes clearer
 _BETTER = 0.01  # share of the loss by which a fading memory must be better
 _BLOCK_S = 8.0  # counts of neighbouring seconds come from the same requests
+_ENOUGH_ROWS = 32.0  # at risk at the first position, for a belief that says anything
 
 
 class Memory:
@@ -40,6 +41,7 @@ class Memory:
         self._changes: deque[float] = deque(maxlen=2)
         self._record = Record(1 + len(_HALF_LIVES_S))
         self.chosen = 0
+        self.knows_enough = False  # the last belief comes from more than a few rows
 
     def widen(self, width: int) -> None:
         """Makes room for more positions."""
@@ -104,6 +106,7 @@ class Memory:
         best = self._record.best()
         self.chosen = best if self._record.is_better(best, by=_BETTER) and not self._stands_alone(now) else 0
         weights_P = weights_MP[self.chosen]
+        self.knows_enough = bool(sums_M2W[self.chosen, 0, 0] >= _ENOUGH_ROWS)
         used = weights_P > 0
         span = times_P[-1] - times_P[used][0] + 1.0
         blocks_P = (ages_P[used] // min(max(span / 8.0, 1.0), _BLOCK_S)).astype(np.int64)

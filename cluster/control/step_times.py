@@ -2,7 +2,8 @@
 
 Start-up measurements give the shape; decode-only steps in service correct it, first all pairs alike, then pair by pair.
 Alike means by a factor (a busy host) and by seconds for each row: contexts are short at start-up, and what they cost
-depends on the rows and not on K. Pairs that nobody measured are interpolated.
+depends on the rows that ran, of which a bucket seldom has its full number, and not on K. Pairs that nobody measured are
+interpolated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +17,10 @@ _HALF_LIFE_S = 30.0  # of traffic
 _PRIOR_STEPS = 20.0  # what a pair's start-up measurement weighs against steps in service
 _ENOUGH_STEPS = 8.0  # in service, for a pair without a start-up measurement
 _TIME_DEVIATION = 0.02  # of a pair from what is common to all
+_GUESS_DEVIATION = 0.1  # of a pair that was neither measured nor served: programs do not lie on a line
 _FACTOR_DEVIATION = 0.05  # of the common factor from 1
 _ROW_SHARE = 0.5  # what contexts may add to the step in which they weigh most
+_HEAVIEST = 2.0**40  # newer steps weigh more, up to here: then all are scaled down
 
 Pair = tuple[int, int]
 
@@ -27,8 +30,9 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._measured: dict[Pair, tuple[float, int]] = {}  # mean seconds, replicas that measured
-        self._served: dict[Pair, np.ndarray] = {}  # decayed [steps, seconds] up to `_at`
-        self._at = 0.0
+        self._served: dict[Pair, list[float]] = {}  # [steps, seconds, rows of all steps], times 2 ** (age of `_since`)
+        self._since = 0.0
+        self._weight = 1.0  # of a step now
         self._table: dict[Pair, float] | None = None
 
     def measured(self, step_times: Iterable[StepTime]) -> None:
@@ -46,16 +50,17 @@ class StepTimes:
 
     def served(self, cells: Sequence[CellCounts], *, now: float) -> None:
         """Differences of a report: decode-only steps and their seconds."""
-        cells = [cell for cell in cells if cell.decode_steps]
-        if not cells:
-            return
-        fade = np.exp2((self._at - now) / _HALF_LIFE_S)
-        for sums in self._served.values():
-            sums *= fade
-        self._at = now
+        self._weight = 2.0 ** ((now - self._since) / _HALF_LIFE_S)
+        if self._weight > _HEAVIEST:
+            for sums in self._served.values():
+                sums[:] = [value / self._weight for value in sums]
+            self._since, self._weight = now, 1.0
         for cell in cells:
-            sums = self._served.setdefault((cell.batch_bucket, cell.draft_len), np.zeros(2))
-            sums += (cell.decode_steps, cell.decode_time_s)
+            if cell.decode_steps:
+                sums = self._served.setdefault((cell.batch_bucket, cell.draft_len), [0.0, 0.0, 0.0])
+                sums[0] += self._weight * cell.decode_steps
+                sums[1] += self._weight * cell.decode_time_s
+                sums[2] += self._weight * cell.decode_steps * cell.rows / cell.steps
         self._table = None
 
     def seconds(self, batch_size: int, draft_len: int, *, max_num_seqs: int) -> float | None:
@@ -67,31 +72,44 @@ class StepTimes:
         return known if known is not None else _interpolate(self._table, bucket, draft_len)
 
     def deviation(self, batch_size: int, draft_len: int, *, max_num_seqs: int) -> float:
-        """Standard deviation of the logarithm of `seconds`: what is served is known, a start-up measurement roughly."""
-        served = self._served.get((batch_bucket(batch_size, max_num_seqs), draft_len))
-        steps = 0.0 if served is None else float(served[0])
+        """Standard deviation of the logarithm of `seconds`.
+
+        What is served is known, a start-up measurement roughly, what lies between others hardly.
+        """
+        pair = batch_bucket(batch_size, max_num_seqs), draft_len
+        steps = self._served[pair][0] / self._weight if pair in self._served else 0.0
+        if pair not in self._measured and steps < _ENOUGH_STEPS:
+            return _GUESS_DEVIATION
         return _TIME_DEVIATION * (_PRIOR_STEPS / (_PRIOR_STEPS + steps)) ** 0.5
 
     def _current(self) -> dict[Pair, float]:
-        factor, row_s = self._correction()
-        table = {pair: mean * factor + pair[0] * row_s for pair, (mean, _) in self._measured.items()}
-        for pair, (steps, seconds) in self._served.items():
+        served = {pair: np.array(sums) / self._weight for pair, sums in self._served.items() if sums[0] > 0}
+        factor, row_s = self._correction(served)
+        rows_of: dict[int, np.ndarray] = {}  # bucket -> [steps, rows] at any K
+        for (bucket, _), sums in served.items():
+            rows_of[bucket] = rows_of.get(bucket, np.zeros(2)) + sums[[0, 2]]
+        table = {
+            pair: mean * factor + row_s * (rows_of[pair[0]][1] / rows_of[pair[0]][0] if pair[0] in rows_of else pair[0])
+            for pair, (mean, _) in self._measured.items()
+        }
+        for pair, (steps, seconds, rows) in served.items():
             if pair in table:
-                table[pair] = (_PRIOR_STEPS * table[pair] + seconds) / (_PRIOR_STEPS + steps)
+                expected = steps * factor * self._measured[pair][0] + rows * row_s
+                table[pair] += (seconds - expected) / (_PRIOR_STEPS + steps)
             elif steps >= _ENOUGH_STEPS:
                 table[pair] = seconds / steps
         return {pair: float(seconds) for pair, seconds in table.items()}
 
-    def _correction(self) -> tuple[float, float]:
+    def _correction(self, served: dict[Pair, np.ndarray]) -> tuple[float, float]:
         """(factor, seconds a row) that turn the start-up measurements into what is served: least squares over the pairs
         of their relative difference, drawn to (1, 0) by how much either may differ."""
-        pairs = [(pair, sums) for pair, sums in self._served.items() if pair in self._measured and sums[0] > 0]
+        pairs = [(pair, sums) for pair, sums in served.items() if pair in self._measured]
         if not pairs:
             return 1.0, 0.0
         measured = np.array([self._measured[pair][0] for pair, _ in pairs])
         difference = np.array([sums[1] / sums[0] for _, sums in pairs]) / measured - 1.0
         weights = np.array([sums[0] / (sums[0] + _PRIOR_STEPS) for _, sums in pairs])
-        by_row = np.array([pair[0] for pair, _ in pairs]) / measured
+        by_row = np.array([sums[2] / sums[0] for _, sums in pairs]) / measured
         most = max(pair[0] / mean for pair, (mean, _) in self._measured.items())
         factor_weight, row_weight = (
             (_TIME_DEVIATION / _FACTOR_DEVIATION) ** 2,

@@ -100,7 +100,7 @@ class RankZero:
 class Broken(SpeculationController):
     """A controller whose constructor fails."""
 
-    async def __init__(self, app: str, deployment: str) -> None:
+    def __init__(self, app: str, deployment: str) -> None:
         raise RuntimeError("out of order")
 
 
