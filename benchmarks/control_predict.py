@@ -23,6 +23,7 @@ from cluster.simulate.tallies import DECODE_S, SLICE_S, TOKENS
 from engine.simulated.profile import load_acceptance
 
 WITHIN = 0.03
+TURNAROUND_S = 0.005  # a delta to the client and a request back; anything shorter than a step gives the same
 
 
 def scenario(live: dict[str, Any]) -> Scenario:
@@ -62,7 +63,7 @@ def scenario(live: dict[str, Any]) -> Scenario:
                     for index, phase in enumerate(live["phases"])
                 ]
             },
-            "arrivals": {"kind": "closed", "concurrency": rows},
+            "arrivals": {"kind": "closed", "concurrency": rows, "turnaround_s": TURNAROUND_S},
             "network": {"report_delay_s": 0.005, "report_jitter_s": 0.2, "push_delay_s": 0.005},
         }
     )

@@ -11,20 +11,13 @@ gave at a fixed K.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import ray
-from command_line import command_line
-from control_live import APP, DEPLOYMENT, ROOT, Replica, changes_in
+from control_lab import ROOT, Replica, changes_in, run_program, start_replicas, stop_replicas
 
-from cluster.control.controller import find_controller, remove_controller
 from cluster.control.messages import SHADOW_TIME_SHARE
-from cluster.control.status import ControllerStatus
 from engine.config.decoding import DFlashDecodingConfig
 from engine.config.engine import EngineConfig
 from engine.config.resolve import resolve_engine_config
@@ -106,13 +99,7 @@ class RealReplica(Replica):
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = make_config(arguments)
-    replicas = [ray.remote(RealReplica).options(num_cpus=0).remote() for _ in range(arguments.replicas)]
-    await asyncio.gather(
-        *[
-            replica.start.remote(number, config, accelerator="cpu", static_k=STATIC_K)
-            for number, replica in enumerate(replicas)
-        ]
-    )
+    replicas = await start_replicas(RealReplica, arguments.replicas, config, accelerator="cpu", static_k=STATIC_K)
     phases: list[dict[str, Any]] = []
     for kind in (EASY, HARD) * arguments.rounds:
         began = max(await asyncio.gather(*[replica.load.remote(kind) for replica in replicas]))
@@ -130,10 +117,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             }
         )
         print(json.dumps(phases[-1]), file=sys.stderr, flush=True)
-    status = msgspec.msgpack.decode(await find_controller(APP, DEPLOYMENT).status.remote(), type=ControllerStatus)
     compared = await asyncio.gather(*[replica.compared.remote() for replica in replicas])
-    await asyncio.gather(*[replica.stop.remote() for replica in replicas])
-    remove_controller(APP, DEPLOYMENT)
+    status = await stop_replicas(replicas)
     result = {
         "phases": phases,
         "acknowledged": [[replica.version, replica.target] for replica in status.replicas],
@@ -169,24 +154,7 @@ def main() -> None:
     parser.add_argument("--phase-s", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=2, help="of an easy and a hard phase")
     arguments = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        address="local",
-        num_cpus=2 * arguments.replicas,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        log_to_driver=False,
-        logging_level="error",
-    )
-    try:
-        result = asyncio.run(run(arguments))
-    finally:
-        ray.shutdown()
-    result = {"command": command_line(), "machine": platform.machine(), **result}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for fault in result["faults"]:
-        print(fault, file=sys.stderr)
-    sys.exit(bool(result["faults"]))
+    run_program(arguments, run, options=("replicas", "rows", "phase_s", "rounds", "dtype"))
 
 
 if __name__ == "__main__":

@@ -129,13 +129,15 @@ class ControlState:
             return Reply(interval_s=self.interval_s)
         self._see_version(report.version)
         is_new = report.sequence > replica.counts.sequence
-        num_ended = report.num_ended - replica.latest.num_ended if is_new and replica.latest is not None else 0
         cells = replica.counts.absorb(incarnation=report.incarnation, sequence=report.sequence, cells=report.cells)
         replica.seen_at = max(replica.seen_at, now)
         replica.version = max(replica.version, report.version)
         if is_new:
             replica.latest = report
+        if replica.num_ended is None:
+            replica.num_ended = report.num_ended
         if any(cell.rows for cell in cells):
+            num_ended, replica.num_ended = report.num_ended - replica.num_ended, report.num_ended
             traffic_s = self._clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
             assert self._log is not None, "a replica is registered"
             counts, origins = summed(cells, self._log.width)

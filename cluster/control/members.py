@@ -29,7 +29,11 @@ class Push:
 
 @dataclass(kw_only=True, slots=True)
 class Replica:
-    """One registered replica. own: its own line, None while it shares one. group: its reports share rows of the log."""
+    """One registered replica.
+
+    own: its own line, None while it shares one. group: its reports share rows of the log. num_ended: requests that
+    had ended with the last report that told of rows; None before the first report.
+    """
 
     registration: Registration
     line: "Line"
@@ -42,6 +46,7 @@ class Replica:
     target_schedule: dict[int, int] = field(default_factory=dict)
     own: Schedule | None = None
     latest: Report | None = None
+    num_ended: int | None = None
     verdicts: dict[int, Verdict] = field(default_factory=dict)
 
 

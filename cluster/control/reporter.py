@@ -24,6 +24,7 @@ from cluster.control.messages import (
     Reply,
     Report,
     cell_counts,
+    report_interval_s,
 )
 from engine.core import EngineStats
 from engine.speculative.counters import CounterSnapshot, StepTime
@@ -33,7 +34,7 @@ from workers.errors import EngineDeadError
 logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 5.0
-_RETRY_S = (1.0, 5.0)  # pause after a failure: at first, at most
+_RETRY_INTERVALS = 2.0  # of reports: the longest pause after a failure, so that few replicas are back in seconds
 _JITTER = 0.1  # so that replicas started together do not report together for ever
 
 
@@ -112,8 +113,8 @@ class Reporter:
             return  # the replica ends, and says why
 
     async def _run(self) -> None:
-        pause_s = 0.0
-        retry_s = _RETRY_S[0]
+        pause_s, interval_s = 0.0, report_interval_s(1)
+        retry_s = interval_s
         was_lost = False
         while True:
             await asyncio.sleep(pause_s * random.uniform(1 - _JITTER, 1 + _JITTER))
@@ -129,11 +130,12 @@ class Reporter:
                     )
                 was_lost, self._is_registered, self._controller = True, False, None
                 await self._maybe_fall_back()
-                pause_s, retry_s = retry_s, min(2 * retry_s, _RETRY_S[1])
+                pause_s, retry_s = retry_s, min(2 * retry_s, _RETRY_INTERVALS * interval_s)
                 continue
             if was_lost:
                 logger.info("The speculation controller answers again")
-            was_lost, retry_s, pause_s = False, _RETRY_S[0], await self._follow(reply)
+            was_lost, retry_s, interval_s = False, reply.interval_s, reply.interval_s
+            pause_s = await self._follow(reply)
 
     async def leave(self) -> None:
         """Tells the controller that this replica ends; without waiting long, and for its convenience only."""

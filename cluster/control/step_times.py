@@ -50,7 +50,7 @@ class StepTimes:
 
     def served(self, cells: Sequence[CellCounts], *, now: float) -> None:
         """Differences of a report: decode-only steps and their seconds."""
-        self._weight = 2.0 ** ((now - self._since) / _HALF_LIFE_S)
+        self._weight = 2.0 ** min((now - self._since) / _HALF_LIFE_S, 1000.0)
         if self._weight > _HEAVIEST:
             for sums in self._served.values():
                 sums[:] = [value / self._weight for value in sums]

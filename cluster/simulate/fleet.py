@@ -76,8 +76,10 @@ class Fleet:
         lanes, intake, tallies = self.lanes, self.intake, self.tallies
         self.num_sweeps += 1
         lanes.num_ended_L[sel] *= lanes.num_rows_L[sel] > 0  # without a row there is no step for them to take part in
+        is_empty = (lanes.num_rows_L[sel] == 0) & (intake.needed_L[sel] == 0)
+        lanes.planned_L[sel] = np.where(is_empty, lanes.clock_L[sel], lanes.planned_L[sel])
         soonest = intake.next_arrival(sel)
-        waits = (lanes.num_rows_L[sel] == 0) & (intake.needed_L[sel] == 0) & (soonest > lanes.clock_L[sel])
+        waits = is_empty & (soonest > lanes.clock_L[sel])
         if waits.any():
             idle = sel[waits]
             lanes.clock_L[idle] = np.minimum(soonest[waits], target_L[idle])
@@ -108,6 +110,7 @@ class Fleet:
         self._save(sel, rows, seconds)
         before = lanes.clock_L[sel]
         lanes.clock_L[sel] = before + seconds
+        lanes.planned_L[sel] = before if lanes.world.scenario.engine.pipeline_depth else lanes.clock_L[sel]
         lanes.num_steps_L[sel] += 1
 
         left = lanes.left_LB[sel]
@@ -179,8 +182,9 @@ class Fleet:
         return extra_s
 
     def _save(self, sel: np.ndarray, rows: np.ndarray, seconds: np.ndarray) -> None:
-        """Any step saves up for shadow steps."""
-        saved = SHADOW_TIME_SHARE * share_of_budget(self.tallies.busy_s_L[sel]) * seconds
+        """Any step saves up for shadow steps. The first half minute is one of the step table's seconds."""
+        table_s = self.tallies.busy_s_L[sel] / self.lanes.slowdown_L[sel]
+        saved = SHADOW_TIME_SHARE * share_of_budget(table_s) * seconds
         self.lanes.shadow_saved_s_L[sel] += saved
         self.lanes.shadow_saved_row_s_L[sel] += saved * rows
 
@@ -213,6 +217,7 @@ class Fleet:
         np.add.at(lanes.num_free_L, lane, 1)
         np.subtract.at(lanes.num_rows_L, lane, 1)
         np.add.at(lanes.num_ended_L, lane, lanes.world.scenario.engine.pipeline_depth)
+        self.intake.ended(lane, slot)
         context = lanes.place_LB[lane, slot] + lanes.context_LB[lane, slot]
         np.subtract.at(lanes.context_sum_L, lane, context)
         now = lanes.clock_L[lane]

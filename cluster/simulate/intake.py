@@ -12,6 +12,7 @@ import numpy as np
 
 from cluster.simulate.acceptance import DRAWS, NUM_PLACES
 from cluster.simulate.lanes import Lanes
+from cluster.simulate.scenario import Closed
 
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
 
@@ -43,6 +44,8 @@ class Intake:
     def __init__(self, lanes: Lanes) -> None:
         engine = lanes.world.scenario.engine
         self._lanes = lanes
+        arrivals = lanes.world.scenario.arrivals
+        self._turnaround_s = arrivals.turnaround_s if isinstance(arrivals, Closed) else 0.0
         self._block_size = engine.block_size
         self.pool = engine.kv_blocks
         self._tail = lanes.world.scenario.draft_lens[-1] + 1 + engine.drafter_block
@@ -69,16 +72,33 @@ class Intake:
         clock = lanes.clock_L[sel]
         if traffic.closed:
             second = np.minimum(clock.astype(np.int64), len(traffic.limit_T) - 1)
-            taken = lanes.num_rows_L[sel] + lanes.num_ended_L[sel] + (self.needed_L[sel] > 0)
+            taken = lanes.num_rows_L[sel] + lanes.num_ended_L[sel] + (self.needed_L[sel] > 0) + self._away(sel)
             room = traffic.limit_T[second] > taken
             # without room, ask again in the next second: the limit may have changed
-            soonest = np.where(room, clock, np.floor(clock) + 1.0)
+            soonest = np.where(room, lanes.planned_L[sel], np.floor(clock) + 1.0)
+            if self._turnaround_s:
+                soonest = np.minimum(soonest, self._next_return(sel))
             soonest[clock >= lanes.leaves_L[sel]] = np.inf
         else:
             soonest = traffic.arrivals_N[traffic.first_L[sel] + self.next_L[sel]]
         if self._stacks:
-            soonest = np.where(self._stacked_L[sel], clock, soonest)
+            soonest = np.where(self._stacked_L[sel], lanes.planned_L[sel], soonest)
         return soonest
+
+    def ended(self, lane: np.ndarray, slot: np.ndarray) -> None:
+        """Requests that have ended, of lanes at their own time."""
+        if self._turnaround_s:
+            self._lanes.returns_LB[lane, slot] = self._lanes.clock_L[lane] + self._turnaround_s
+
+    def _away(self, sel: np.ndarray) -> np.ndarray | int:
+        """Places of a closed loop whose next request had not arrived when this step was put together."""
+        if not self._turnaround_s:
+            return 0
+        return (self._lanes.returns_LB[sel] > self._lanes.planned_L[sel, None]).sum(axis=1)
+
+    def _next_return(self, sel: np.ndarray) -> np.ndarray:
+        returns = self._lanes.returns_LB[sel]
+        return np.where(returns > self._lanes.clock_L[sel, None], returns, np.inf).min(axis=1)
 
     # ---------------------------------------------------------------------------------------- prefill
 
@@ -90,7 +110,7 @@ class Intake:
         ended_lanes: list[np.ndarray] = []
         ended_slots: list[np.ndarray] = []
         ended = np.zeros(len(sel), dtype=np.int64)
-        at = np.flatnonzero((self.needed_L[sel] > 0) | (soonest <= lanes.clock_L[sel]))
+        at = np.flatnonzero((self.needed_L[sel] > 0) | (soonest <= lanes.planned_L[sel]))
         while len(at):
             at = at[budget[at] > 0]
             idle = at[self.needed_L[sel[at]] == 0]
@@ -122,12 +142,12 @@ class Intake:
         may = lanes.num_free_L[lane] > 0
         if traffic.closed:
             second = np.minimum(clock.astype(np.int64), len(traffic.limit_T) - 1)
-            taken = lanes.num_rows_L[lane] + lanes.num_ended_L[lane] + ended
+            taken = lanes.num_rows_L[lane] + lanes.num_ended_L[lane] + ended + self._away(lane)
             may &= (traffic.limit_T[second] > taken) & (clock < lanes.leaves_L[lane])
             number = traffic.first_L[lane] + self.next_L[lane] % traffic.size_L[lane]
         else:
             number = traffic.first_L[lane] + self.next_L[lane]
-            may &= traffic.arrivals_N[number] <= clock
+            may &= traffic.arrivals_N[number] <= lanes.planned_L[lane]
         if self._stacks:
             stacked = self._stacked_L[lane]
             for one in lane[stacked & (lanes.num_free_L[lane] > 0)].tolist():

@@ -122,6 +122,7 @@ class Lanes:
         # clocks and what a lane is
         joins = np.array([group.from_s for group in groups])[replica_L]
         self.clock_L = np.minimum(joins, scenario.duration_s)
+        self.planned_L = self.clock_L.copy()  # when the next step is put together: what arrives later is not in it
         self.leaves_L = np.array([group.until_s or np.inf for group in groups])[replica_L]
         self.clairvoyant_L = np.repeat([run.clairvoyant for run in runs], len(groups))
         self.shadows_L = np.repeat([run.shadows for run in runs], len(groups))
@@ -141,6 +142,7 @@ class Lanes:
         self.step_s_AIJ = np.stack(machines)
         self.machine_L = replica_L
         slow = np.array([group.slowdown for group in groups])
+        self.slowdown_L = slow[replica_L]
         self.context_s_L = (np.array([table.context_token_s for table in world.tables]) * slow)[replica_L]
         self.prefill_base_s_L = (np.array([table.prefill_base_s for table in world.tables]) * slow)[replica_L]
         self.prefill_token_s_L = (np.array([table.prefill_token_s for table in world.tables]) * slow)[replica_L]
@@ -163,6 +165,7 @@ class Lanes:
         self.context_sum_L = np.zeros(count, dtype=np.int64)
         self.num_admitted_L = np.zeros(count, dtype=np.int64)
         self.num_ended_L = np.zeros(count, dtype=np.int64)  # rows that have ended and take part in one more step
+        self.returns_LB = np.full((count, slots), -np.inf)  # when what follows a slot's last request arrives
 
         # control: index of K in draft_lens by number of rows
         self.schedule_LR = np.zeros((count, slots + 1), dtype=np.int64)

@@ -123,10 +123,14 @@ class Bursty(Part):
 
 
 class Closed(Part):
-    """Closed loop: every replica has `concurrency` requests at any time, each followed by the next at once."""
+    """Closed loop: every replica has `concurrency` requests at any time, each followed by the next.
+
+    turnaround_s: from the end of a request to the arrival of the one that follows it.
+    """
 
     kind: Literal["closed"]
     concurrency: Curve
+    turnaround_s: NotNegative = 0.0
 
 
 Arrivals = Annotated[Poisson | Bursty | Closed, Field(discriminator="kind")]
@@ -157,7 +161,8 @@ class Engine(Part):
     """Limits of one replica's engine, with the meaning of the config file's keys of the same names.
 
     drafter_block: positions the drafter's block takes in the KV cache behind a request. pipeline_depth: steps launched
-    before a result is read; at 1 a row that has ended takes part in one more step, and its place is free after that.
+    before a result is read; at 1 a row that has ended takes part in one more step, and a request that arrives during a
+    step cannot be in the next one, which is launched by then.
     """
 
     max_num_seqs: Annotated[int, Field(ge=1, le=1024)]

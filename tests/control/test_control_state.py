@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +69,12 @@ class Cluster:
         return {replica.schedule[rows] for replica in self.replicas.values()}
 
 
+def plain_schedule(cluster: Cluster) -> dict[int, int]:
+    """Of the only line, at the configured bounds."""
+    (line,) = cluster.state.lines.values()
+    return {bound: line.schedule[bound].draft_len for bound in next(iter(cluster.replicas.values())).static}
+
+
 def best(hazards: list[float], rows: int) -> int:
     tokens = [1.0]
     for k in range(1, 8):
@@ -84,6 +91,33 @@ def test_draft_lengths_follow_the_traffic_and_every_replica_has_them() -> None:
     assert best(EASY, 8) != best(HARD, 8)
     line = next(iter(cluster.state.lines.values()))
     assert "gains" in line.schedule[8].reason
+
+
+def test_a_few_drafts_are_no_reason_for_anything() -> None:
+    cluster = Cluster(1)
+    replica = cluster.replicas["r0"]
+    for _ in range(20):
+        cluster.now += 1.0
+        replica.decode(rows=8, draft_len=0, hazards=HARD, steps=20, scored=0)
+        if len(replica.cells) < 2 and cluster.now > 10.0:
+            replica.decode(rows=1, draft_len=3, hazards=HARD, steps=20)
+        cluster.answer(replica, cluster.state.report(replica.report(), now=cluster.now))
+        cluster.push(cluster.state.decide(now=cluster.now))
+    assert cluster.state.belief is None and cluster.state.num_changes == 0
+    assert plain_schedule(cluster) == replica.static
+
+
+def test_requests_that_end_without_a_step_are_counted_with_the_next_rows() -> None:
+    state, replica = ControlState(started_at=0.0), CountingReplica("r", seed=1, static={8: 3})
+    state.register(replica.registration(), now=0.0)
+    ended = []
+    for now, (steps, num_ended) in enumerate([(20, 5), (0, 9), (0, 11), (20, 12), (20, 12), (20, 15)], 1):
+        if steps:
+            replica.decode(rows=8, draft_len=3, hazards=EASY, steps=steps)
+        state.report(msgspec.structs.replace(replica.report(), num_ended=num_ended), now=float(now))
+        assert state._log is not None
+        ended.append(state._log.ended_P.sum())
+    assert ended == [0, 0, 0, 7, 7, 10]
 
 
 def test_steady_traffic_leads_to_no_more_changes() -> None:

@@ -129,6 +129,16 @@ def test_a_change_of_traffic_is_found_where_it_was_and_nowhere_else() -> None:
     assert false_alarms == 0
 
 
+@pytest.mark.parametrize("hazard", [0.9, 0.2])
+def test_seconds_without_a_draft_are_no_change_of_traffic(hazard: float) -> None:
+    """As when K is 0 and prompts are read all the time: steps and rows, but nothing at risk."""
+    times, at_risk, accepted, _ = reports([hazard] * 5, np.arange(100) * 0.1, seed=7)
+    weights = np.exp2((times - times[-1]) / 5)
+    for silent in (times > 6.0, times < 3.0):
+        counts = (np.where(silent[:, None], 0.0, kept) for kept in (at_risk, accepted))
+        assert changed_since(times, *counts, weights, deviations=4.5) is None
+
+
 def test_reports_of_the_same_few_requests_do_not_pass_for_a_change() -> None:
     times = np.arange(32) * 1.0
     weights = np.exp2((times - times[-1]) / 5)

@@ -11,13 +11,13 @@ def entry(rows: int, draft_len: int, seconds: float) -> StepTime:
     return StepTime(batch_bucket=rows, draft_len=draft_len, seconds=seconds)
 
 
-def served(rows: int, draft_len: int, steps: int, seconds: float) -> list[CellCounts]:
+def served(bucket: int, draft_len: int, steps: int, seconds: float, *, rows: float | None = None) -> list[CellCounts]:
     return [
         CellCounts(
-            batch_bucket=rows,
+            batch_bucket=bucket,
             draft_len=draft_len,
             steps=steps,
-            rows=rows * steps,
+            rows=round((bucket if rows is None else rows) * steps),
             decode_steps=steps,
             decode_time_s=seconds,
             at_risk=(),
@@ -59,6 +59,43 @@ def test_a_busy_host_and_long_contexts_are_told_apart(factor: float, row_s: floa
     for rows in (1, 8, 16):
         expected = factor * start_up(rows, 0) + rows * row_s
         assert times.seconds(rows, 0, max_num_seqs=16) == pytest.approx(expected, rel=0.06)
+
+
+def test_what_contexts_cost_depends_on_the_rows_that_ran_and_not_on_the_buckets_bound() -> None:
+    """Batches of 5 and 10 rows run as 8 and 16; a full one of 32 is to be foretold."""
+    row_s = 0.0005
+
+    def start_up(bucket: int, draft_len: int) -> float:
+        return 0.010 + 0.0005 * bucket * (1 + draft_len)
+
+    times = StepTimes()
+    times.measured([entry(bucket, k, start_up(bucket, k)) for bucket in (8, 16, 32) for k in (0, 3)])
+    for bucket, rows in ((8, 5), (16, 10)):
+        seconds = 1000 * (start_up(bucket, 3) + rows * row_s)
+        times.served(served(bucket, 3, 1000, seconds, rows=rows), now=0.0)
+    assert times.seconds(32, 0, max_num_seqs=32) == pytest.approx(start_up(32, 0) + 32 * row_s, rel=0.09)
+    assert times.seconds(16, 3, max_num_seqs=32) == pytest.approx(start_up(16, 3) + 10 * row_s, rel=0.01)
+    assert times.seconds(16, 0, max_num_seqs=32) == pytest.approx(start_up(16, 0) + 10 * row_s, rel=0.05)
+
+
+def test_what_lies_between_others_is_known_less_than_what_was_measured_or_served() -> None:
+    times = StepTimes()
+    times.measured([entry(1, 0, 0.01), entry(1, 4, 0.03), entry(4, 0, 0.02), entry(4, 4, 0.06)])
+    measured, between = (times.deviation(1, k, max_num_seqs=4) for k in (4, 2))
+    assert between >= 5 * measured
+    times.served(served(1, 2, 7, 0.14), now=0.0)  # too few steps to say
+    assert times.deviation(1, 2, max_num_seqs=4) == between
+    times.served(served(1, 2, 200, 4.0), now=0.0)
+    assert times.deviation(1, 2, max_num_seqs=4) < measured
+
+
+def test_steps_long_ago_count_little_however_long_it_was() -> None:
+    times = StepTimes()
+    times.measured([entry(4, 3, 0.020)])
+    for now in (0.0, 600.0, 2000.0, 2001.0, 1e6):
+        times.served(served(4, 3, 1000, 20.0 if now < 1e6 else 30.0), now=now)
+        assert times.deviation(4, 3, max_num_seqs=4) == pytest.approx(0.02 * (20 / 1020) ** 0.5, rel=0.3)
+    assert times.seconds(4, 3, max_num_seqs=4) == pytest.approx(0.030, rel=0.01)
 
 
 def test_unmeasured_pairs_are_interpolated() -> None:

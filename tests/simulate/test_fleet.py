@@ -214,8 +214,15 @@ def test_policies_in_processes_of_their_own_end_as_those_that_run_in_step(tmp_pa
     assert apart.outcomes == together.outcomes and len(apart.outcomes) == 2 * (len(DRAFT_LENS) + 4)
 
 
-def test_what_has_ended_costs_one_more_step_where_results_are_known_a_step_late(tmp_path: Path) -> None:
-    """K = 0, four requests of n tokens at any time: prompt, n - 1 steps, and with a step in flight one more each."""
+@pytest.mark.parametrize(("turnaround_s", "num_late"), [(0.0, 1), (0.002, 2)])
+def test_what_has_ended_costs_more_steps_where_results_are_known_a_step_late(
+    tmp_path: Path, turnaround_s: float, num_late: int
+) -> None:
+    """K = 0, four requests of n tokens at any time: prompt and n - 1 steps.
+
+    With a step in flight an ended row is in one more step, and a request that follows it after a moment has missed the
+    next one too.
+    """
     output = {"median": 20, "spread": 0.3, "at_least": 2, "at_most": 60}
     lengths = {"prompt": {"median": 10, "at_most": 10}, "output": output}
     speed, num_tokens = {}, 0.0
@@ -225,9 +232,11 @@ def test_what_has_ended_costs_one_more_step_where_results_are_known_a_step_late(
             classes={"a": {"hazards": [0.5]} | lengths},
             engine=SPACIOUS | {"pipeline_depth": depth},
             configured_schedule={4: 0},
+            arrivals={"kind": "closed", "concurrency": 4, "turnaround_s": turnaround_s * depth},
         )
         made = Fleet(make_world(asked), [Run(policy="K=0", seed=1, schedule={4: 0})])
         made.run({})
         speed[depth] = made.tallies.tokens_L.sum()
         num_tokens = float(made.tallies.finished_tokens_L.sum() / made.tallies.finished_L.sum())
-    assert speed[0] / speed[1] == pytest.approx((num_tokens + 1) / num_tokens, rel=0.01)
+    # the first token comes from the prompt's step; with fewer rows in a step the bucket stays the same
+    assert speed[0] / speed[1] == pytest.approx((num_tokens + num_late) / num_tokens, rel=0.012)
