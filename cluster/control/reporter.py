@@ -34,7 +34,8 @@ from workers.errors import EngineDeadError
 logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 5.0
-_RETRY_INTERVALS = 2.0  # of reports: the longest pause after a failure, so that few replicas are back in seconds
+_RETRY_S = 1.0  # first pause after a failure
+_RETRY_INTERVALS = 2.0  # of reports: the longest pause, so that few replicas are back in seconds and many are no flood
 _JITTER = 0.1  # so that replicas started together do not report together for ever
 
 
@@ -114,7 +115,7 @@ class Reporter:
 
     async def _run(self) -> None:
         pause_s, interval_s = 0.0, report_interval_s(1)
-        retry_s = interval_s
+        retry_s = _RETRY_S
         was_lost = False
         while True:
             await asyncio.sleep(pause_s * random.uniform(1 - _JITTER, 1 + _JITTER))
@@ -134,7 +135,7 @@ class Reporter:
                 continue
             if was_lost:
                 logger.info("The speculation controller answers again")
-            was_lost, retry_s, interval_s = False, reply.interval_s, reply.interval_s
+            was_lost, retry_s, interval_s = False, _RETRY_S, reply.interval_s
             pause_s = await self._follow(reply)
 
     async def leave(self) -> None:

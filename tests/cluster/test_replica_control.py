@@ -129,7 +129,8 @@ async def test_a_head_that_does_not_answer_holds_one_thread_and_none_of_the_loop
 
     monkeypatch.setattr(replica_control, "find_or_make_controller", hang)
     monkeypatch.setattr(reporter, "_CALL_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(reporter, "_RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(reporter, "_RETRY_S", 0.01)
+    monkeypatch.setattr(reporter, "_RETRY_INTERVALS", 0.01)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=2))
     control, _ = parts()
     control.start()

@@ -37,7 +37,8 @@ async def nobody() -> object:
 
 
 async def test_a_schedule_configured_without_a_controller_is_put_in_force_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "_RETRY_INTERVALS", 0.01)
     engine, configured = Engine(), {8: 3}
     reporter = Reporter(
         facts=SimpleNamespace(),
@@ -105,7 +106,8 @@ class Counting(Engine):
 async def test_a_report_names_what_has_changed_since_the_last_one_that_was_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "_RETRY_INTERVALS", 0.01)
     controller = Controller()
 
     async def connect() -> Controller:
