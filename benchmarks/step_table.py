@@ -3,11 +3,11 @@
     python benchmarks/step_table.py configs/sim/steps/h200-8b.yaml q8
     python benchmarks/step_table.py configs/sim/steps/h200-smollm2-135m.yaml smol --smollm2 MODEL --drafter DIR
     python benchmarks/step_table.py configs/sim/steps/cpu2-smollm2-135m.yaml smol --smollm2 MODEL --drafter DIR \\
-        --device cpu --rows 16 --contexts 64 256 --max-model-len 512 --batched-tokens 512
+        --device cpu --accelerator cpu2 --rows 16 --contexts 64 256 --max-model-len 768 --batched-tokens 512
 
 Models and what must be installed: as for `gpu_engine.py`. Steps are an engine's own, decode-only, of every batch bucket
-at every K; each pair is measured twice and the smaller mean counts. The entries hold at the larger context; what a
-token of context costs follows from both. Prompt tokens: from steps that read one prompt.
+at every K; each pair is measured twice (--repeats) and the smallest mean counts. The entries hold at the larger context;
+what a token of context costs follows from both. Prompt tokens: from steps that read one prompt.
 """
 
 import argparse
@@ -33,7 +33,7 @@ NAMES = {
     "q8": "the shapes of Qwen3-8B (36 layers, 8 KV heads of 128), {dtype}, with a DFlash drafter of 5 layers",
 }
 PROMPTS = (0.25, 1.0)  # of the token budget, for what a prompt token costs
-REPEATS = 3  # of those
+PROMPT_REPEATS = 3
 
 Times = dict[tuple[int, int], float]
 
@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=2, help="measurements of each pair")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
@@ -62,10 +63,10 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def measure(lab: Lab, context: int) -> Times:
-    """Seconds of every pair at a context, the smaller of two means."""
+def measure(lab: Lab, context: int, repeats: int) -> Times:
+    """Seconds of every pair at a context, the smallest of several means."""
     found: Times = {}
-    for _ in range(2):
+    for _ in range(repeats):
         for entry in measure_step_times(lab.config, lab.rank.runner, budget_s=math.inf, context=context):
             pair = entry.batch_bucket, entry.draft_len
             found[pair] = min(entry.seconds, found.get(pair, math.inf))
@@ -76,7 +77,7 @@ def prompt_seconds(lab: Lab, tokens: int) -> float:
     """Device time of one step that reads a prompt, the least of several."""
     lab.set_draft_len(0)
     spent = []
-    for repeat in range(REPEATS):
+    for repeat in range(PROMPT_REPEATS):
         before = lab.core.counters()
         lab.run([[(7 * n + repeat) % 1000 + 1 for n in range(tokens)]], 1)
         after = lab.core.counters()
@@ -88,7 +89,7 @@ def prompt_seconds(lab: Lab, tokens: int) -> float:
 def table(args: argparse.Namespace, lab: Lab) -> dict[str, Any]:
     """The file's keys."""
     near, far = sorted(args.contexts)
-    times = {context: measure(lab, context) for context in (near, far)}
+    times = {context: measure(lab, context, args.repeats) for context in (near, far)}
     longest = min(args.batched_tokens, args.max_model_len - 2)
     prompts = [int(share * longest) for share in PROMPTS]
     token_s, base_s = np.polyfit(prompts, [prompt_seconds(lab, tokens) for tokens in prompts], 1)
