@@ -6,8 +6,8 @@
         --device cpu --accelerator cpu2 --rows 16 --contexts 64 256 --max-model-len 768 --batched-tokens 512
 
 Models and what must be installed: as for `gpu_engine.py`. Steps are an engine's own, decode-only, of every batch bucket
-at every K; each pair is measured twice (--repeats) and the smallest mean counts. The entries hold at the larger context;
-what a token of context costs follows from both. Prompt tokens: from steps that read one prompt.
+at every K; each pair is measured twice (--repeats) and the smallest mean counts. The entries hold at the larger
+context; what a token of context costs follows from both. Prompt tokens: from steps that read one prompt.
 """
 
 import argparse
