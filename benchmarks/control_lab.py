@@ -140,17 +140,18 @@ async def stop_replicas(replicas: list[Any]) -> ControllerStatus:
 
 
 def changes_in(history: History, began: float, ended: float) -> dict[str, Any]:
-    """Of one replica: changes of K by batch size, and the seconds until the last schedule was in force."""
+    """Of one replica: changes of K by batch size, schedules, and the seconds until the last one was in force."""
     counts: dict[int, int] = {}
-    last_s = 0.0
+    last_s, num_schedules = 0.0, 0
     for (_, _, old), (when, version, new) in itertools.pairwise(history):
         if began <= when <= ended and version[0] > 0:
             last_s = when - began
+            num_schedules += 1
             for bound in new:
                 fitting = [key for key in old if key >= bound]
                 if new[bound] != (old[min(fitting)] if fitting else 0):
                     counts[bound] = counts.get(bound, 0) + 1
-    return {"changes": counts, "last_s": last_s}
+    return {"changes": counts, "schedules": num_schedules, "last_s": last_s}
 
 
 def run_program(

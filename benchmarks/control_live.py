@@ -142,6 +142,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         phase["of_best_fixed"] = phase["tokens_per_s"] / table[phase["kind"]][best[phase["kind"]]]
         phase["last_acknowledged_s"] = max(replica["last_s"] for replica in seen)
         phase["most_changes"] = max((n for replica in seen for n in replica["changes"].values()), default=0)
+        phase["most_schedules"] = max(replica["schedules"] for replica in seen)
         phase["schedules"] = sorted(
             {json.dumps([s for when, _, s in history if when <= phase["ended"]][-1]) for history in histories}
         )
@@ -164,8 +165,8 @@ def faults(
     """What is not as it should be."""
     found = []
     if is_control:
-        if phases[1]["most_changes"] > 1:
-            found.append(f"{phases[1]['most_changes']} changes of a batch size without a change of traffic")
+        if phases[1]["most_schedules"] > 1:
+            found.append(f"{phases[1]['most_schedules']} changes without a change of traffic")
         return found
     for kind, other in (KINDS, KINDS[::-1]):
         loss = 1 - table[kind][best[other]] / table[kind][best[kind]]

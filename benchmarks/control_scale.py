@@ -5,6 +5,8 @@
 
 A few actors stand for the rank 0s of all replicas. Reports have the size of a busy replica's. Measured: share of a core
 the controller's process takes, its memory, and the time from an operator's order until every replica has acknowledged.
+Exits 1 if it takes more than 30 % of a core, if acknowledgements take more than 2 s, or if memory grows by over 2 %
+after the first minute.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import itertools
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +38,7 @@ RUNNING = (16, 32, 64)
 APP, DEPLOYMENT = "scale", "stub"
 NUM_RANK_ACTORS = 4
 HAZARD = 0.7
+MOST_SHARE, MOST_PUSH_S, MOST_GROWTH, WARM_S = 0.30, 2.0, 0.02, 60.0
 
 
 @ray.remote(num_cpus=0)
@@ -180,6 +184,19 @@ async def measure(num_replicas: int, seconds: float, interval_s: float | None) -
     }
 
 
+def faults(result: dict[str, Any]) -> list[str]:
+    """What is not as it should be."""
+    found = []
+    if result["controller_share_of_a_core"] > MOST_SHARE:
+        found.append(f"the controller takes {result['controller_share_of_a_core']:.0%} of a core")
+    if max(result["push_to_all_acknowledged_s"]) > MOST_PUSH_S:
+        found.append(f"acknowledgements took {max(result['push_to_all_acknowledged_s']):.1f} s")
+    warm = [sample["rss_mib"] for sample in result["memory"] if sample["s"] >= WARM_S]
+    if warm and warm[-1] > (1 + MOST_GROWTH) * warm[0]:
+        found.append(f"memory grew from {warm[0]} to {warm[-1]} MiB")
+    return found
+
+
 def _is_controller(command_line: list[str] | None) -> bool:
     """Ray puts an actor's name or its class into the title of its process, and the method that runs."""
     title = " ".join(command_line or ())
@@ -202,9 +219,16 @@ def main() -> None:
         remove_controller(APP, DEPLOYMENT)
         ray.shutdown()
     machine = f"{platform.machine()}, {psutil.cpu_count(logical=False)} cores"
-    result = {"command": command_line(), "machine": machine, "seconds": arguments.seconds, **result}
+    result = {
+        "command": command_line(),
+        "machine": machine,
+        "seconds": arguments.seconds,
+        **result,
+        "faults": faults(result),
+    }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in result.items() if key != "memory"}))
+    sys.exit(bool(result["faults"]))
 
 
 if __name__ == "__main__":
