@@ -7,11 +7,13 @@ Its methods return at once and run on a few threads, one at a time: of a thousan
 Ray's, and a call that goes through an event loop costs a third more.
 """
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -44,6 +46,7 @@ class SpeculationController:
         self._metrics = ControlMetrics(app=app, deployment=deployment)
         self._ranks: dict[str, Any] = {}  # replica -> handle of its rank 0
         self._pushing: dict[str, float] = {}  # replica -> when its push is given up
+        self._answers: SimpleQueue[tuple[Push, Future[ScheduleAck]]] = SimpleQueue()  # to pushes
         self._registration = msgspec.msgpack.Decoder(Registration)
         self._report = msgspec.msgpack.Decoder(Report)
         self._encoder = msgspec.msgpack.Encoder()
@@ -82,6 +85,7 @@ class SpeculationController:
         """An operator's order. Raises ValueError for a schedule that cannot be pinned."""
         with self._lock:
             now = time.monotonic()
+            self._take_answers()
             pushes = self._due(self._state.give(msgspec.msgpack.decode(order, type=Order), now=now), now)
         self._push(pushes)
 
@@ -99,6 +103,7 @@ class SpeculationController:
     def status(self) -> bytes:
         """A `ControllerStatus`."""
         with self._lock:
+            self._take_answers()
             shown = status_of(self._state, app=self._app, deployment=self._deployment, now=time.monotonic())
         return msgspec.msgpack.encode(shown)
 
@@ -129,6 +134,7 @@ class SpeculationController:
             ray.kill(ray.get_runtime_context().current_actor, no_restart=False)
 
     def _tick(self, now: float) -> list[tuple[Any, Push]]:
+        self._take_answers()
         changes = self._state.num_changes
         pushes = self._state.decide(now=now)
         if self._state.num_changes != changes:
@@ -149,24 +155,30 @@ class SpeculationController:
 
     def _push(self, pushes: Iterable[tuple[Any, Push]]) -> None:
         for rank0, push in pushes:
-            answer = rank0.apply_schedule.remote(push.version, push.schedule)
-            answer.future().add_done_callback(self._acknowledged(push))
+            try:
+                answer = rank0.apply_schedule.remote(push.version, push.schedule).future()
+            except RayError as error:  # given up after a while, as one that is never answered
+                logger.warning("replica %s cannot be pushed to: %s", push.replica_id, _first_line(error))
+            else:
+                answer.add_done_callback(functools.partial(self._answered, push))
 
-    def _acknowledged(self, push: Push) -> Callable[["Future[ScheduleAck]"], None]:
-        """A push that fails is made up for by the reply to the replica's next report."""
+    def _answered(self, push: Push, answer: "Future[ScheduleAck]") -> None:
+        """Runs on a thread of Ray's, which must not wait for the lock."""
+        self._answers.put((push, answer))
 
-        def take(answer: "Future[ScheduleAck]") -> None:
+    def _take_answers(self) -> None:
+        """What pushes have led to. One that fails is made up for by the reply to the replica's next report."""
+        while not self._answers.empty():
+            push, answer = self._answers.get()
+            self._pushing.pop(push.replica_id, None)
             error = answer.exception()
-            with self._lock:
-                self._pushing.pop(push.replica_id, None)
-                if error is None:
-                    self._state.acknowledged(push.replica_id, answer.result())
             if error is not None:
                 logger.warning("pushing %s to replica %s failed: %s", push.version, push.replica_id, _first_line(error))
-            elif answer.result().rounded:
-                logger.warning("replica %s: schedule %s was %s", push.replica_id, push.version, answer.result().rounded)
-
-        return take
+                continue
+            ack = answer.result()
+            self._state.acknowledged(push.replica_id, ack)
+            if ack.rounded:
+                logger.warning("replica %s: schedule %s was %s", push.replica_id, push.version, ack.rounded)
 
     def _forget_ranks(self) -> None:
         for replica_id in self._ranks.keys() - self._state.replicas.keys():
