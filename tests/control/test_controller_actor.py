@@ -206,6 +206,19 @@ async def test_replicas_make_one_controller_that_pushes_and_obeys_operators() ->
             await controller.give.remote(msgspec.msgpack.encode(Order(mode="pin", issued_at=9e9, schedule={8: 9})))
 
 
+async def test_applications_do_not_hear_of_each_other() -> None:
+    async with replicas("one", num=1) as one, replicas("two", num=1) as two:
+        await one.until_registered()
+        await two.until_registered()
+        order = Order(mode="pin", issued_at=time.time(), schedule={8: 2})
+        await find_controller("one", "d").give.remote(msgspec.msgpack.encode(order))
+        await one.until(all_have(2))
+        seen, other = await one.status(), await two.status()
+        assert (seen.app, [r.replica_id for r in seen.replicas], seen.order) == ("one", ["one-0"], order)
+        assert (other.app, [r.replica_id for r in other.replicas], other.order) == ("two", ["two-0"], None)
+        assert (await two.engines[0].rank0.get.remote())[1] != {8: 2}
+
+
 async def test_a_killed_controller_returns_with_a_later_epoch_and_what_was_ordered() -> None:
     async with replicas("kill") as running:
         await running.until_registered()
