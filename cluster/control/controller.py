@@ -50,6 +50,7 @@ class SpeculationController:
         self._registration = msgspec.msgpack.Decoder(Registration)
         self._report = msgspec.msgpack.Decoder(Report)
         self._encoder = msgspec.msgpack.Encoder()
+        self._actor = ray.get_runtime_context().current_actor
         threading.Thread(target=self._work, name="decisions", daemon=True).start()
 
     # ---------------------------------------------------------------------------------------------------- replicas
@@ -131,7 +132,7 @@ class SpeculationController:
                         self._end(f"the application {self._app!r} does not exist any more")
         except Exception:
             logger.exception("the controller's own work failed; it starts anew")
-            ray.kill(ray.get_runtime_context().current_actor, no_restart=False)
+            ray.kill(self._actor, no_restart=False)
 
     def _tick(self, now: float) -> list[tuple[Any, Push]]:
         self._take_answers()
@@ -193,7 +194,7 @@ class SpeculationController:
 
     def _end(self, reason: str) -> None:
         logger.info("The speculation controller of %s:%s ends: %s", self._app, self._deployment, reason)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        ray.kill(self._actor, no_restart=True)
 
 
 def _has_succeeded(answer: Any) -> bool:

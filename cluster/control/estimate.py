@@ -146,7 +146,7 @@ class ControlState:
             replica.traffic.add(traffic_s, *counts)
             line = replica.line
             line.times.served(cells, now=traffic_s)
-            line.served_at |= {cell.batch_bucket: now for cell in cells if cell.rows}
+            line.serve(cells, now)
         self._settle_epoch(now)
         return self._reply(replica)
 
@@ -263,6 +263,7 @@ class ControlState:
             now=now,
             rules=self.options.rules,
             idle=line.idle(schedule, now),
+            fresh=line.fresh(schedule, now - _SETTLING_INTERVALS * self.interval_s),
             same_since=self._same_since,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cluster.control.counts import ReplicaCounts
-from cluster.control.messages import PROTOCOL_VERSION, Registration, Report
+from cluster.control.messages import PROTOCOL_VERSION, CellCounts, Registration, Report
 from cluster.control.own_traffic import OwnTraffic
 from cluster.control.policy import Schedule, Verdict
 from cluster.control.step_times import StepTimes
@@ -59,8 +59,21 @@ class Line:
     max_num_seqs: int
     times: StepTimes = field(default_factory=StepTimes)
     served_at: dict[int, float] = field(default_factory=dict)  # batch bucket -> when it was last reported
+    came_into_use: dict[int, float] = field(default_factory=dict)  # batch bucket -> when, after nobody had run it
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     seen_at: float = -math.inf
+
+    def serve(self, cells: Iterable[CellCounts], now: float) -> None:
+        """Takes note of the batch sizes of a report's differences."""
+        for bucket in {cell.batch_bucket for cell in cells if cell.rows}:
+            if now - self.served_at.get(bucket, -math.inf) > _IDLE_S:
+                self.came_into_use[bucket] = now
+            self.served_at[bucket] = now
+
+    def fresh(self, bounds: Iterable[int], since: float) -> list[int]:
+        """The batch sizes that came into use after `since`."""
+        used = {bound: self.came_into_use.get(batch_bucket(bound, self.max_num_seqs), -math.inf) for bound in bounds}
+        return [bound for bound, at in used.items() if at > since]
 
     def idle(self, bounds: Iterable[int], now: float) -> list[int]:
         """The batch sizes that nobody runs."""

@@ -69,12 +69,14 @@ def decide(
     rules: Rules,
     step_deviation: Callable[[int, int], float] = lambda rows, draft_len: 0.0,
     idle: Collection[int] = (),
+    fresh: Collection[int] = (),
     same_since: float = -math.inf,
 ) -> dict[int, Verdict]:
     """A verdict for every bound of the schedule.
 
     step_deviation: of the logarithm of step_seconds. same_since: when the traffic last changed. idle: bounds that
-    nobody runs. A small gain is none there, so it waits for another change to ride along with.
+    nobody runs. A small gain is none there, so it waits for another change to ride along with. fresh: bounds that have
+    only just come into use: while a batch grows, its first steps there are not what the others will be like.
     """
     verdicts = {
         bound: _decide_one(
@@ -89,6 +91,10 @@ def decide(
         )
         for bound, setting in schedule.items()
     }
+    for bound in fresh:
+        verdicts[bound] = _stay(
+            verdicts[bound], schedule[bound].draft_len, "this batch size has only just come into use"
+        )
     if not any(verdict.changes for bound, verdict in verdicts.items() if bound not in idle):
         for bound in idle:
             verdicts[bound] = _wait(verdicts[bound], schedule[bound].draft_len, rules)
@@ -100,9 +106,15 @@ def _strictness(setting: Setting, now: float, same_since: float) -> float:
 
 
 def _wait(verdict: Verdict, draft_len: int, rules: Rules) -> Verdict:
-    if not verdict.changes or verdict.gain is None or verdict.gain > 2 * rules.margin:
+    if verdict.gain is None or verdict.gain > 2 * rules.margin:
         return verdict
-    reason = f"K {draft_len} stays: {verdict.reason}; nobody runs this batch size, so it waits for another change"
+    return _stay(verdict, draft_len, "nobody runs this batch size, so it waits for another change")
+
+
+def _stay(verdict: Verdict, draft_len: int, why_not: str) -> Verdict:
+    if not verdict.changes:
+        return verdict
+    reason = f"K {draft_len} stays: {verdict.reason}; {why_not}"
     return dataclasses.replace(verdict, draft_len=draft_len, changes=False, reason=reason)
 
 

@@ -93,6 +93,20 @@ def test_draft_lengths_follow_the_traffic_and_every_replica_has_them() -> None:
     assert "gains" in line.schedule[8].reason
 
 
+def test_what_nobody_ran_for_a_while_is_new_again() -> None:
+    cluster = Cluster(1)
+    cluster.run(8, rows=8)
+    (line,) = cluster.state.lines.values()
+    assert line.fresh([1, 2, 8], cluster.now - 2.5) == [] and line.idle([1, 2, 8], cluster.now) == [1, 2]
+    cluster.run(2, rows=2)
+    assert line.fresh([1, 2, 8], cluster.now - 2.5) == [2] and line.idle([1, 2, 8], cluster.now) == [1]
+    cluster.run(3, rows=2)
+    assert line.fresh([1, 2, 8], cluster.now - 2.5) == []
+    cluster.run(12, rows=8)
+    cluster.run(1, rows=2)
+    assert line.fresh([1, 2, 8], cluster.now - 2.5) == [2]
+
+
 def test_a_few_drafts_are_no_reason_for_anything() -> None:
     cluster = Cluster(1)
     replica = cluster.replicas["r0"]

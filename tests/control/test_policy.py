@@ -76,6 +76,16 @@ def test_a_small_gain_at_an_idle_batch_size_waits_for_another_change() -> None:
     assert large[1].draft_len == 5
 
 
+def test_a_batch_size_that_has_just_come_into_use_is_left_alone() -> None:
+    known = belief([0.9] * 5)
+    schedule = {1: Setting(draft_len=0), 2: Setting(draft_len=0)}
+    arguments = {"draft_lens": LENGTHS, "belief": known, "step_seconds": seconds, "now": 100.0, "rules": RULES}
+    found = decide(schedule, fresh=[2], **arguments)
+    assert found[1].changes and not found[2].changes and found[2].draft_len == 0
+    assert "gains" in found[2].reason and "just come into use" in found[2].reason
+    assert decide(schedule, **arguments)[2].changes
+
+
 def test_unknown_step_times_change_nothing() -> None:
     schedule = {4: Setting(draft_len=3)}
     found = decide(
