@@ -2,7 +2,9 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +13,43 @@ from cluster.control.messages import CellCounts
 HALF_LIFE_S = 5.0  # of traffic
 _KEPT_S = 6 * HALF_LIFE_S  # older differences weigh under 2 %
 _ROW_S = 0.5  # reports of a group of replicas within this share a row
+
+
+class ProgramSteps(NamedTuple):
+    """Steps of one program since the last report: see `CellCounts`."""
+
+    batch_bucket: int
+    draft_len: int
+    steps: int
+    rows: int
+    decode_steps: int
+    decode_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What happened between two reports of a replica, empty if nothing did.
+
+    at_risk, accepted: by position, of all programs. first_rows: those at risk at the first position, by K.
+    """
+
+    programs: tuple[ProgramSteps, ...] = ()
+    at_risk: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    first_rows: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def has_rows(self) -> bool:
+        return any(program.rows for program in self.programs)
+
+    def counts(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows at risk and accepted by position, [2, W], and rows counted at K, [W + 1]."""
+        counts, origins = np.zeros((2, width)), np.zeros(width + 1)
+        counts[0, : len(self.at_risk)] = self.at_risk
+        counts[1, : len(self.accepted)] = self.accepted
+        for draft_len, rows in self.first_rows.items():
+            origins[draft_len] = rows
+        return counts, origins
 
 
 class ReplicaCounts:
@@ -26,46 +65,71 @@ class ReplicaCounts:
         """The counters accepted last, by cell."""
         return tuple(self._cells.values())
 
-    def absorb(self, *, incarnation: int, sequence: int, cells: Sequence[CellCounts]) -> list[CellCounts]:
-        """What happened since the last accepted report, by cell; nothing for a repeated or late one.
+    def absorb(self, *, incarnation: int, sequence: int, cells: Sequence[CellCounts]) -> Difference:
+        """What happened since the last accepted report; nothing for a repeated or late one.
 
         Raises:
             ValueError: a count shrank, which counters of one incarnation never do.
         """
         if incarnation != self.incarnation or sequence <= self.sequence:
-            return []
+            return Difference()
         changed = []
         for cell in cells:
-            key = (cell.batch_bucket, cell.draft_len)
-            known = self._cells.get(key)
+            known = self._cells.get((cell.batch_bucket, cell.draft_len))
             if cell != known:
-                changed.append((key, cell, cell if known is None else _difference(cell, known)))
+                changed.append((cell, _none_of(cell) if known is None else known))
+        difference = _difference(changed)
         self.sequence = sequence
-        self._cells.update({key: cell for key, cell, _ in changed})
-        return [difference for _, _, difference in changed]
+        self._cells.update({(cell.batch_bucket, cell.draft_len): cell for cell, _ in changed})
+        return difference
 
 
-def _difference(new: CellCounts, old: CellCounts) -> CellCounts:
-    difference = CellCounts(
-        batch_bucket=new.batch_bucket,
-        draft_len=new.draft_len,
-        steps=new.steps - old.steps,
-        rows=new.rows - old.rows,
-        decode_steps=new.decode_steps - old.decode_steps,
-        decode_time_s=new.decode_time_s - old.decode_time_s,
-        at_risk=_subtract(new.at_risk, old.at_risk),
-        accepted=_subtract(new.accepted, old.accepted),
+def _none_of(cell: CellCounts) -> CellCounts:
+    """Its program before the first step."""
+    return CellCounts(
+        batch_bucket=cell.batch_bucket,
+        draft_len=cell.draft_len,
+        steps=0,
+        rows=0,
+        decode_steps=0,
+        decode_time_s=0.0,
+        at_risk=(),
+        accepted=(),
     )
-    counts = (difference.steps, difference.rows, difference.decode_steps, difference.decode_time_s)
-    if min(*counts, *difference.at_risk, *difference.accepted) < 0:
-        raise ValueError(f"cells: counts of a later report are smaller: {new} after {old}")
-    return difference
 
 
-def _subtract(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
-    if len(new) < len(old):
-        raise ValueError(f"cells: a later report has fewer positions: {len(new)} after {len(old)}")
-    return (*map(operator.sub, new, old), *new[len(old) :])
+def _difference(pairs: Sequence[tuple[CellCounts, CellCounts]]) -> Difference:
+    """Of (new, old) counters of some programs. Hundreds a second: positions are summed before they are subtracted."""
+    programs = []
+    first_rows: dict[int, int] = {}
+    for new, old in pairs:
+        program = ProgramSteps(
+            new.batch_bucket,
+            new.draft_len,
+            new.steps - old.steps,
+            new.rows - old.rows,
+            new.decode_steps - old.decode_steps,
+            new.decode_time_s - old.decode_time_s,
+        )
+        if min(program[2:]) < 0 or _has_shrunk(new.at_risk, old.at_risk) or _has_shrunk(new.accepted, old.accepted):
+            raise ValueError(f"cells: counts of a later report are smaller: {new} after {old}")
+        programs.append(program)
+        if new.at_risk:
+            rows = new.at_risk[0] - (old.at_risk[0] if old.at_risk else 0)
+            first_rows[new.draft_len] = first_rows.get(new.draft_len, 0) + rows
+    at_risk = _grown([new.at_risk for new, _ in pairs], [old.at_risk for _, old in pairs])
+    accepted = _grown([new.accepted for new, _ in pairs], [old.accepted for _, old in pairs])
+    return Difference(tuple(programs), at_risk, accepted, first_rows)
+
+
+def _has_shrunk(new: tuple[int, ...], old: tuple[int, ...]) -> bool:
+    return len(new) < len(old) or any(map(operator.lt, new, old))
+
+
+def _grown(new: list[tuple[int, ...]], old: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """By position, the sum of some counts less that of others."""
+    more, less = (map(sum, itertools.zip_longest(*counts, fillvalue=0)) for counts in (new, old))
+    return tuple(itertools.starmap(operator.sub, itertools.zip_longest(more, less, fillvalue=0)))
 
 
 class TrafficClock:
@@ -81,18 +145,6 @@ class TrafficClock:
             self.seconds += min(max(now - self._last, 0.0), longest_gap_s)
         self._last = now if self._last is None else max(now, self._last)
         return self.seconds
-
-
-def summed(cells: Sequence[CellCounts], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts at risk and accepted by position, [2, W], and rows counted at K, [W + 1], of some cells."""
-    counts, origins = np.zeros((2, width)), np.zeros(width + 1)
-    for row, columns in zip(counts, ((cell.at_risk for cell in cells), (cell.accepted for cell in cells)), strict=True):
-        sums = [*map(sum, itertools.zip_longest(*columns, fillvalue=0))]  # far cheaper than an array for each cell
-        row[: len(sums)] = sums
-    for cell in cells:
-        if cell.at_risk:
-            origins[cell.draft_len] += cell.at_risk[0]
-    return counts, origins
 
 
 class DifferenceLog:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from cluster.control import policy
-from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock, summed
+from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
 from cluster.control.hazards import Belief, changed_since
 from cluster.control.members import Line, LineKey, Push, Replica, check_registration, line_key, plain, schedule_entries
 from cluster.control.memory import Memory
@@ -129,24 +129,24 @@ class ControlState:
             return Reply(interval_s=self.interval_s)
         self._see_version(report.version)
         is_new = report.sequence > replica.counts.sequence
-        cells = replica.counts.absorb(incarnation=report.incarnation, sequence=report.sequence, cells=report.cells)
+        new = replica.counts.absorb(incarnation=report.incarnation, sequence=report.sequence, cells=report.cells)
         replica.seen_at = max(replica.seen_at, now)
         replica.version = max(replica.version, report.version)
         if is_new:
             replica.latest = report
         if replica.num_ended is None:
             replica.num_ended = report.num_ended
-        if any(cell.rows for cell in cells):
+        if new.has_rows:
             num_ended, replica.num_ended = report.num_ended - replica.num_ended, report.num_ended
             traffic_s = self._clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
             assert self._log is not None, "a replica is registered"
-            counts, origins = summed(cells, self._log.width)
+            counts, origins = new.counts(self._log.width)
             self._log.add(time=traffic_s, counts=counts, group=replica.group, num_ended=num_ended)
             self._memory.add(traffic_s, *counts, origins=origins, num_ended=num_ended)
             replica.traffic.add(traffic_s, *counts)
             line = replica.line
-            line.times.served(cells, now=traffic_s)
-            line.serve(cells, now)
+            line.times.served(new.programs, now=traffic_s)
+            line.serve(new.programs, now)
         self._settle_epoch(now)
         return self._reply(replica)
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from cluster.control.counts import ReplicaCounts
-from cluster.control.messages import PROTOCOL_VERSION, CellCounts, Registration, Report
+from cluster.control.counts import ProgramSteps, ReplicaCounts
+from cluster.control.messages import PROTOCOL_VERSION, Registration, Report
 from cluster.control.own_traffic import OwnTraffic
 from cluster.control.policy import Schedule, Verdict
 from cluster.control.step_times import StepTimes
@@ -63,9 +63,9 @@ class Line:
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     seen_at: float = -math.inf
 
-    def serve(self, cells: Iterable[CellCounts], now: float) -> None:
-        """Takes note of the batch sizes of a report's differences."""
-        for bucket in {cell.batch_bucket for cell in cells if cell.rows}:
+    def serve(self, programs: Iterable[ProgramSteps], now: float) -> None:
+        """Takes note of the batch sizes that were run."""
+        for bucket in {program.batch_bucket for program in programs if program.rows}:
             if now - self.served_at.get(bucket, -math.inf) > _IDLE_S:
                 self.came_into_use[bucket] = now
             self.served_at[bucket] = now

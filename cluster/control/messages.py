@@ -25,7 +25,7 @@ class ControlOptions:
     corrects_replicas: bool = True
 
 
-class CellCounts(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class CellCounts(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Cumulative counts of one program: batch-size bucket (inclusive upper bound) and verify length K.
 
     decode_steps, decode_time_s: steps of the steady program and their seconds.

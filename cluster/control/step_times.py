@@ -6,11 +6,11 @@ depends on the rows that ran, of which a bucket seldom has its full number, and 
 interpolated.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-from cluster.control.messages import CellCounts
+from cluster.control.counts import ProgramSteps
 from engine.speculative.counters import StepTime, batch_bucket
 
 _HALF_LIFE_S = 30.0  # of traffic
@@ -48,19 +48,19 @@ class StepTimes:
             self._measured[entry.batch_bucket, entry.draft_len] = ((mean * num + entry.seconds) / (num + 1), num + 1)
         self._table = None
 
-    def served(self, cells: Sequence[CellCounts], *, now: float) -> None:
-        """Differences of a report: decode-only steps and their seconds."""
+    def served(self, programs: Iterable[ProgramSteps], *, now: float) -> None:
+        """What happened since the last report: decode-only steps and their seconds."""
         self._weight = 2.0 ** min((now - self._since) / _HALF_LIFE_S, 1000.0)
         if self._weight > _HEAVIEST:
             for sums in self._served.values():
                 sums[:] = [value / self._weight for value in sums]
             self._since, self._weight = now, 1.0
-        for cell in cells:
-            if cell.decode_steps:
-                sums = self._served.setdefault((cell.batch_bucket, cell.draft_len), [0.0, 0.0, 0.0])
-                sums[0] += self._weight * cell.decode_steps
-                sums[1] += self._weight * cell.decode_time_s
-                sums[2] += self._weight * cell.decode_steps * cell.rows / cell.steps
+        for bucket, draft_len, steps, rows, decode_steps, decode_time_s in programs:
+            if decode_steps:
+                sums = self._served.setdefault((bucket, draft_len), [0.0, 0.0, 0.0])
+                sums[0] += self._weight * decode_steps
+                sums[1] += self._weight * decode_time_s
+                sums[2] += self._weight * decode_steps * rows / steps
         self._table = None
 
     def seconds(self, batch_size: int, draft_len: int, *, max_num_seqs: int) -> float | None:

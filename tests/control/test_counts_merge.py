@@ -2,12 +2,13 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.control.counts import HALF_LIFE_S, DifferenceLog, ReplicaCounts, TrafficClock, summed
+from cluster.control.counts import HALF_LIFE_S, Difference, DifferenceLog, ReplicaCounts, TrafficClock
 from cluster.control.messages import CellCounts, cell_counts, report_interval_s
 from engine.speculative.counters import SpeculationCounters
 from tests.control.messages import CountingReplica
@@ -22,7 +23,6 @@ def total(cells: list[CellCounts]) -> dict[str, object]:
         "steps": sum(cell.steps for cell in cells),
         "rows": sum(cell.rows for cell in cells),
         "decode_steps": sum(cell.decode_steps for cell in cells),
-        "time": pytest.approx(sum(cell.decode_time_s for cell in cells)),
         "positions": positions.tolist(),
     }
 
@@ -43,24 +43,28 @@ def test_any_loss_repetition_and_order_leaves_the_totals_right(seed: int, num_be
     delivered += rng.choices(delivered, k=4) if delivered else []
     rng.shuffle(delivered)
     delivered.append(reports[-1])
-    learnt = [
-        cell
-        for report in delivered
-        for cell in counts.absorb(incarnation=1, sequence=report.sequence, cells=report.cells)
-    ]
+    learnt = [counts.absorb(incarnation=1, sequence=report.sequence, cells=report.cells) for report in delivered]
     everything, at_start = total(list(replica.cells)), total(before)
-    found = total(learnt)
+    programs = [program for difference in learnt for program in difference.programs]
     for key in ("steps", "rows", "decode_steps"):
-        assert found[key] == everything[key] - at_start[key]
-    assert np.array_equal(found["positions"], np.subtract(everything["positions"], at_start["positions"]))
+        assert sum(getattr(program, key) for program in programs) == everything[key] - at_start[key]
+    spent_s = sum(cell.decode_time_s for cell in replica.cells) - sum(cell.decode_time_s for cell in before)
+    assert sum(program.decode_time_s for program in programs) == pytest.approx(spent_s)
+    positions, origins = (sum(parts) for parts in zip(*[one.counts(16) for one in learnt], strict=True))
+    assert np.array_equal(positions, np.subtract(everything["positions"], at_start["positions"]))
+    for draft_len in (0, 3, 7):
+        cells = [(1, cell) for cell in replica.cells] + [(-1, cell) for cell in before]
+        first = sum(sign * sum(cell.at_risk[:1]) for sign, cell in cells if cell.draft_len == draft_len)
+        assert origins[draft_len] == first
 
 
 def test_reports_of_another_incarnation_do_not_count() -> None:
     replica = CountingReplica("r", seed=1, static={8: 3})
     replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
     counts = ReplicaCounts(incarnation=2, sequence=0, cells=())
-    assert counts.absorb(incarnation=1, sequence=9, cells=replica.cells) == []
-    assert counts.absorb(incarnation=2, sequence=1, cells=replica.cells) == list(replica.cells)
+    assert not counts.absorb(incarnation=1, sequence=9, cells=replica.cells).has_rows
+    found, (cell,) = counts.absorb(incarnation=2, sequence=1, cells=replica.cells), replica.cells
+    assert found.has_rows and (found.at_risk, found.accepted) == (cell.at_risk, cell.accepted)
 
 
 def test_counts_that_shrink_are_refused() -> None:
@@ -71,6 +75,10 @@ def test_counts_that_shrink_are_refused() -> None:
     counts = ReplicaCounts(incarnation=1, sequence=0, cells=replica.cells)
     with pytest.raises(ValueError, match="smaller"):
         counts.absorb(incarnation=1, sequence=1, cells=old)
+    (cell,) = replica.cells
+    for changes in ({"accepted": (*cell.accepted[:-1], cell.accepted[-1] - 1)}, {"at_risk": cell.at_risk[:-1]}):
+        with pytest.raises(ValueError, match="smaller"):
+            counts.absorb(incarnation=1, sequence=1, cells=(msgspec.structs.replace(cell, **changes),))
 
 
 def test_the_clock_counts_traffic_and_cuts_gaps() -> None:
@@ -85,19 +93,10 @@ def test_the_clock_counts_traffic_and_cuts_gaps() -> None:
 
 
 def test_weights_halve_and_old_rows_leave_a_log_that_grows_and_widens() -> None:
-    cell = CellCounts(
-        batch_bucket=1,
-        draft_len=2,
-        steps=1,
-        rows=4,
-        decode_steps=0,
-        decode_time_s=0.0,
-        at_risk=(4, 2),
-        accepted=(2, 1),
-    )
+    difference = Difference(at_risk=(8, 4), accepted=(4, 2))
     log = DifferenceLog(width=2)
     for index in range(1000):
-        log.add(time=index * 0.1, counts=summed([cell, cell], log.width)[0], group=index)
+        log.add(time=index * 0.1, counts=difference.counts(log.width)[0], group=index)
         if index == 500:
             log.widen(5)
     assert log.at_risk_PW.shape == (301, 5)  # 30 s of 10 rows a second

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.control.messages import CellCounts
+from cluster.control.counts import ProgramSteps
 from cluster.control.step_times import StepTimes
 from engine.speculative.counters import StepTime
 
@@ -11,19 +11,9 @@ def entry(rows: int, draft_len: int, seconds: float) -> StepTime:
     return StepTime(batch_bucket=rows, draft_len=draft_len, seconds=seconds)
 
 
-def served(bucket: int, draft_len: int, steps: int, seconds: float, *, rows: float | None = None) -> list[CellCounts]:
-    return [
-        CellCounts(
-            batch_bucket=bucket,
-            draft_len=draft_len,
-            steps=steps,
-            rows=round((bucket if rows is None else rows) * steps),
-            decode_steps=steps,
-            decode_time_s=seconds,
-            at_risk=(),
-            accepted=(),
-        )
-    ]
+def served(bucket: int, draft_len: int, steps: int, seconds: float, *, rows: float | None = None) -> list[ProgramSteps]:
+    num_rows = round((bucket if rows is None else rows) * steps)
+    return [ProgramSteps(bucket, draft_len, steps, num_rows, steps, seconds)]
 
 
 def test_start_up_measurements_of_replicas_are_averaged_and_batch_sizes_fall_into_buckets() -> None:
