@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "dflash"
 _THREADS = 4  # so that one that waits for gates keeps no report waiting
 _TICK_S = 0.5
+_METRICS_S = 5.0  # between two times the series are set; Ray takes them up every 10 s
 _PUSH_TIMEOUT_S = 10.0
 _LEAVE_AFTER_S = 600.0  # without a replica
 _ASK_SERVE_AFTER_S = 5.0  # without a replica, whether the application still exists
@@ -44,6 +45,7 @@ class SpeculationController:
         self._lock = threading.Lock()  # of all below
         self._state = ControlState(started_at=time.monotonic())
         self._metrics = ControlMetrics(app=app, deployment=deployment)
+        self._metrics_due = 0.0
         self._ranks: dict[str, Any] = {}  # replica -> handle of its rank 0
         self._pushing: dict[str, float] = {}  # replica -> when its push is given up
         self._answers: SimpleQueue[tuple[Push, Future[ScheduleAck]]] = SimpleQueue()  # to pushes
@@ -141,7 +143,9 @@ class SpeculationController:
         if self._state.num_changes != changes:
             self._log_schedules()
         self._forget_ranks()
-        self._metrics.set(self._state)
+        if now >= self._metrics_due:
+            self._metrics_due = now + _METRICS_S
+            self._metrics.set(self._state)
         return self._due(pushes, now)
 
     def _due(self, pushes: Iterable[Push], now: float) -> list[tuple[Any, Push]]:
