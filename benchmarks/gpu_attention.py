@@ -75,6 +75,8 @@ def cuts(shape: Shape) -> dict[str, DecodeCut]:
         if splits <= -(-length // 64) and shape.sequences * g * splits <= 2048:
             found[f"{splits} splits"] = replace(chosen, num_splits=splits)
     found["128 positions"] = replace(chosen, positions=128, num_splits=max(1, chosen.num_splits // 2))
+    found["32 positions"] = replace(chosen, positions=32, num_stages=4)
+    found["64 positions"] = replace(chosen, positions=64, num_stages=3)
     found["8 warps"] = replace(chosen, num_warps=8)
     return found
 
