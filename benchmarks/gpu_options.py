@@ -289,7 +289,8 @@ def check_rejection(args: argparse.Namespace, add: Add, scratch: Path) -> None:
 
 def check_cost(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     settings = vars(args) | {"model": str(model), "draft_len": args.cost_draft_len, "dtype": "bfloat16"}
-    settings |= {"rounds": args.cost_rounds, "steps": 20, "prompt_len": 128, "batches": args.cost_batches}
+    settings |= {"rounds": args.cost_rounds, "steps": 20, "batches": args.cost_batches}
+    settings |= {"prompt_len": 8, "prefill_len": 128}
     record = sampling_cost.measure(argparse.Namespace(**settings))
     return record | {"ok": not (record["left_out"] and args.need_flashinfer)}
 

@@ -3,11 +3,12 @@
     python benchmarks/sampling_cost.py OUT.json --model DIR --drafter DIR [--draft-len 5] [--rounds 3] [--device cuda]
 
 Options of a request run on one engine, those of a deployment (how drafts are chosen and verified, the gate, missing
-filters) on engines of their own beside it; all cells in interleaved rounds, so that a slow minute of the machine hits
-every row alike. A step counts once every request of the batch decodes; the figure of an option is the median of all its
-steps, its cost the difference to greedy decoding on the first engine (and its share of it). End-of-sequence is ignored
-and nothing is detokenised. Drafts are made and verified at the given length in every step, whatever of them is
-accepted. The prompt's log-probabilities are measured by the time of a whole prefill.
+filters) on engines of their own beside it, in interleaved rounds. A step counts once every request of the batch
+decodes. Right before an option's steps as many are made by greedy decoding on the first engine, so that a slow minute
+of the machine hits both: the figure of an option is the median of all its steps, its cost the difference to the median
+of those greedy ones (and its share of it). End-of-sequence is ignored and nothing is detokenised. Drafts are made and
+verified at the given length in every step, whatever of them is accepted. The prompt's log-probabilities are measured by
+the time of a whole prefill. The file is written after every round.
 
 Probabilistic drafts on CUDA need FlashInfer, whose kernel is compiled on first use. Where it is missing their rows are
 left out and the record says why; which path verifies the drafts of an engine stands beside its name.
@@ -21,6 +22,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "5 logprobs": {"logprobs": 5},
     "penalties, biases, ids and words": PENALTIES | TOKEN_RULES,
 }
+Cell = tuple[int, str, str]  # batch, deployment, option
 MIXED = "mixed batch"  # a row of each of the options above, in turn
 
 
@@ -147,7 +150,7 @@ class Steps:
 def build(args: argparse.Namespace, deployment: Deployment) -> LLM:
     largest = max(args.batches)
     # Rows that all accept everything must not reach the end of the context.
-    max_model_len = args.prompt_len + (args.steps + 4) * (args.draft_len + 1)
+    max_model_len = max(args.prompt_len + (args.steps + 4) * (args.draft_len + 1), args.prefill_len + 8)
     spec = DFlashDecodingConfig(max_draft_len=args.draft_len, speculative_model=args.drafter, **deployment.spec)
     return LLM(
         args.model,
@@ -165,8 +168,11 @@ def build(args: argparse.Namespace, deployment: Deployment) -> LLM:
     )
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The record of all deployments' rows. args: those of `add_arguments`, and model, drafter and device."""
+def measure(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None] = lambda record: None) -> dict[str, Any]:
+    """The record of all deployments' rows. args: those of `add_arguments`, and model, drafter and device.
+
+    keep: called with the record so far after every round.
+    """
     with contextlib.ExitStack() as stack:
         engines: dict[str, Steps] = {}
         verified_by, left_out = {}, {}
@@ -180,32 +186,42 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 continue
             engines[name] = Steps(llm)
             verified_by[name] = verification_of(llm)
+        first = next(iter(engines.values()))
         cells = [(batch, name, option) for batch in args.batches for name in engines for option in options_of(name)]
-        times: dict[tuple[int, str, str], list[float]] = {cell: [] for cell in cells}
+        times: dict[Cell, list[float]] = {cell: [] for cell in cells}
+        greedy: dict[Cell, list[float]] = {cell: [] for cell in cells}
         prefills: dict[str, list[float]] = {"without": [], "prompt_logprobs 0": [], "prompt_logprobs 5": []}
         for round_index in range(args.rounds + 1):
-            for batch, name, option in cells:
+            # The first round warms caches and allocators.
+            num_steps = args.steps if round_index else min(2, args.steps)
+            for cell in cells:
+                batch, name, option = cell
+                sizes = {"batch": batch, "prompt_len": args.prompt_len, "num_steps": num_steps}
                 rows = list(OPTIONS.values()) if option == MIXED else [OPTIONS[option]]
-                # The first round warms caches and allocators.
-                num_steps = args.steps if round_index else min(3, args.steps)
-                found = engines[name].decode(rows, batch=batch, prompt_len=args.prompt_len, num_steps=num_steps)
+                beside, found = first.decode([OPTIONS["greedy"]], **sizes), engines[name].decode(rows, **sizes)
                 if round_index:
-                    times[batch, name, option] += found
-                took = f"{statistics.median(found) * 1e3:.2f} ms"
+                    times[cell] += found
+                    greedy[cell] += beside
+                took = f"{statistics.median(found) * 1e3:.2f} ms, greedy {statistics.median(beside) * 1e3:.2f} ms"
                 print(f"round {round_index} batch {batch} {name}: {option}: {took}", file=sys.stderr, flush=True)
             for name, values in prefills.items():
                 options = {} if name == "without" else {"prompt_logprobs": int(name.split()[1])}
-                elapsed_s = next(iter(engines.values())).prefill(options, args.prompt_len)
+                elapsed_s = first.prefill(options, args.prefill_len)
                 if round_index:
                     values.append(elapsed_s)
-    return {
-        "verified_drafts_per_row": args.draft_len,
-        "drafts_of_sampled_rows_verified_by": verified_by,
-        "left_out": left_out,
-        "steps": {f"batch {batch}": rows_of(batch, times) for batch in args.batches},
-        "prefill_ms": {name: round(statistics.median(values) * 1e3, 2) for name, values in prefills.items()},
-        "prompt_len": args.prompt_len,
-    }
+            if round_index == 0:
+                continue
+            record = {
+                "verified_drafts_per_row": args.draft_len,
+                "drafts_of_sampled_rows_verified_by": verified_by,
+                "left_out": left_out,
+                "rounds": round_index,
+                "steps": {f"batch {batch}": rows_of(batch, times, greedy) for batch in args.batches},
+                "prefill_ms": {name: round(statistics.median(values) * 1e3, 2) for name, values in prefills.items()},
+                "prefill_len": args.prefill_len,
+            }
+            keep(record)
+    return record
 
 
 def options_of(name: str) -> tuple[str, ...]:
@@ -221,19 +237,20 @@ def verification_of(llm: LLM) -> str:
     return "engine.sampling.rejection"
 
 
-def rows_of(batch: int, times: dict[tuple[int, str, str], list[float]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Per deployment and option: the median step, and what it costs over greedy decoding on the first engine."""
-    medians = {
-        (name, option): statistics.median(values) * 1e3 for (at, name, option), values in times.items() if at == batch
-    }
-    base = next(iter(medians.values()))
+def rows_of(
+    batch: int, times: dict[Cell, list[float]], greedy: dict[Cell, list[float]]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Per deployment and option: the median step, and what it costs over the greedy steps made beside it."""
     rows: dict[str, dict[str, dict[str, float]]] = {}
-    for (name, option), value in medians.items():
-        rows.setdefault(name, {})[option] = {
-            "step_ms": round(value, 3),
-            "cost_ms": round(value - base, 3),
-            "share_of_greedy": round((value - base) / base, 3),
-        }
+    for cell, values in times.items():
+        at, name, option = cell
+        if at == batch:
+            value, base = (statistics.median(some) * 1e3 for some in (values, greedy[cell]))
+            rows.setdefault(name, {})[option] = {
+                "step_ms": round(value, 3),
+                "cost_ms": round(value - base, 3),
+                "share_of_greedy": round((value - base) / base, 3),
+            }
     return rows
 
 
@@ -244,8 +261,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--prompt-len", type=int, default=8)
+    parser.add_argument(
+        "--prefill-len", type=int, default=128, help="of the prompt whose log-probabilities are asked for"
+    )
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -256,6 +276,10 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"capability": torch.backends.cpu.get_cpu_capability()}
 
 
+def _write(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -264,9 +288,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_arguments(parser)
     args = parser.parse_args()
-    record = {"command": command_line(), "machine": machine(args), "versions": {"torch": torch.__version__}}
-    record |= measure(args)
-    args.out.write_text(json.dumps(record, indent=1))
+    header = {"command": command_line(), "machine": machine(args), "versions": {"torch": torch.__version__}}
+    record = measure(args, lambda so_far: _write(args.out, header | so_far))
     print(json.dumps({"steps": record["steps"], "prefill_ms": record["prefill_ms"]}, indent=1))
 
 

@@ -12,8 +12,9 @@ With --drafter one more process cuts the head to the target's most frequent ids,
 scores that drafter with each cut on the sets of --prompts. OUT.json is rewritten after every result; a run that would
 not end within --seconds is not begun. The counts go beside it, as OUT-token-counts.npy.
 
-With --speed ROWS ANCHORS one more process, which compiles beside the others, times steps of that batch once all others
-have ended: block tokens a second of the device alone, the target's forward included.
+With --speed ROWS LENGTH ANCHORS one more process, which compiles beside the others, times steps of that batch once all
+others have ended: block tokens a second of the device alone, the target's forward included. `--groups` without a name
+runs no group, so that the speed can be measured by itself.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--variants", type=Path, default=Path(__file__).with_name("train_variants.json"))
     parser.add_argument(
-        "--groups", nargs="+", help="of the variants file; all by default. Five at once cost 75 s a run"
+        "--groups", nargs="*", help="of the variants file; all by default. Five at once cost 75 s a run"
     )
     parser.add_argument("--mask-token-id", type=int, required=True)
     parser.add_argument("--num-layers", type=int, default=5)
@@ -68,7 +69,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="evaluation prompts by set; no training prompt overlaps with them")
     parser.add_argument("--drafter", type=Path, help="score this drafter with cut heads")
     parser.add_argument("--head-sizes", type=int, nargs="*", default=[8192, 16384, 24576, 32768])
-    parser.add_argument("--speed", type=int, nargs=2, metavar=("ROWS", "ANCHORS"), help="time steps of this batch")
+    parser.add_argument(
+        "--speed", type=int, nargs=3, metavar=("ROWS", "LENGTH", "ANCHORS"), help="time steps of this batch"
+    )
     parser.add_argument("--turns", type=int, default=36000, help="user turns that the target writes")
     parser.add_argument("--turn-seconds", type=float, default=10.0)
     parser.add_argument("--response-seconds", type=float, default=26.0)
@@ -216,8 +219,9 @@ def cut_heads(args: argparse.Namespace, shared: dict[str, Any]) -> Iterator[dict
 
 def timed_steps(args: argparse.Namespace, shared: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Block tokens a second of a batch of --speed, with the device to itself."""
-    rows_per_step, anchors = args.speed
-    group = Group(args, shared | {"rows_per_step": rows_per_step, "anchors_per_row": anchors}, {_SPEED: {}})
+    rows_per_step, row_len, anchors = args.speed
+    batch = {"rows_per_step": rows_per_step, "row_len": row_len, "anchors_per_row": anchors}
+    group = Group(args, shared | batch, {_SPEED: {}})
     group.compile_all()
     train, _ = pipeline.split_corpus(wait_for_corpus(args), group.recipe({}).row_len)
     trainer = group.trainer(_SPEED, pack(train, row_len=group.recipe({}).row_len, seed=0).to(group.ranks.device))
@@ -233,8 +237,7 @@ def timed_steps(args: argparse.Namespace, shared: dict[str, Any]) -> Iterator[di
         if measured:
             tokens = rows_per_step * anchors * trainer.program.block_size * _TIMED_STEPS
             yield {
-                "rows_per_step": rows_per_step,
-                "anchors_per_row": anchors,
+                **batch,
                 "step_ms": round(elapsed_s / _TIMED_STEPS * 1e3, 2),
                 "block_tokens_per_s": round(tokens / elapsed_s),
             }
@@ -285,7 +288,10 @@ def main() -> None:
     known = json.loads(args.variants.read_text())["groups"]
     if unknown := sorted(set(args.groups or []) - set(known)):
         raise SystemExit(f"--groups: there is no {unknown[0]!r}; there are {', '.join(known)}")
-    groups = [*(args.groups or known), *([_HEAD] if args.drafter else []), *([_SPEED] if args.speed else [])]
+    chosen = known if args.groups is None else args.groups
+    groups = [*chosen, *([_HEAD] if args.drafter else []), *([_SPEED] if args.speed else [])]
+    if not groups:
+        raise SystemExit("nothing to run: name --groups, or give --drafter or --speed")
     for group in groups:
         results_file(args, group).unlink(missing_ok=True)
     corpus, alone = args.work_dir / _CORPUS, args.work_dir / _ALONE
