@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "dflash"
 _THREADS = 4  # so that one that waits for gates keeps no report waiting
-_TICK_S = 0.5
+_TICK_S = 0.5  # between two decisions, or a quarter of the reports' interval where that is longer
 _METRICS_S = 5.0  # between two times the series are set; Ray takes them up every 10 s
 _PUSH_TIMEOUT_S = 10.0
 _LEAVE_AFTER_S = 600.0  # without a replica
@@ -113,11 +113,11 @@ class SpeculationController:
     # ---------------------------------------------------------------------------------------------------- own work
 
     def _work(self) -> None:
-        """Decides twice a second; leaves when there is nothing to control any more."""
+        """Decides up to twice a second; leaves when there is nothing to control any more."""
         try:
             asked_at = 0.0
             while True:
-                time.sleep(_TICK_S)
+                time.sleep(max(_TICK_S, self._state.interval_s / 4))
                 now = time.monotonic()
                 with self._lock:
                     pushes = self._tick(now)
