@@ -266,7 +266,8 @@ class ApiServer:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, *, strict: bool = True, **options: Any) -> openai.OpenAI:
-        """strict: off for streamed completions only: the SDK's type lacks the null finish_reason that OpenAI sends."""
+        """strict: off for streamed completions and echoed log-probabilities only: there the SDK's types lack nulls that
+        OpenAI sends (finish_reason, the first token's)."""
         return openai.OpenAI(
             base_url=self.url + "/v1",
             api_key="none",
