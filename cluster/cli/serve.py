@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -147,7 +148,7 @@ class _Server:
             else:
                 local_ray.connect(self._address, verbose=self._verbose)
         with self._stage("starting Ray Serve"):
-            self._start_serve()
+            proxy = self._start_serve()
         with self._stage("starting the engine") as status:
             self._deploy()
             wait_until_running(
@@ -155,6 +156,7 @@ class _Server:
                 lambda state: self._show_start(state, status),
             )
         with self._stage("waiting for the first health check"):
+            self._wait_for_proxy(proxy)
             wait_until_healthy(f"{self.url}/health", _HEALTH_TIMEOUT_S)
 
     def _show_start(self, state: AppState, show: Callable[[str | None], None]) -> None:
@@ -171,18 +173,20 @@ class _Server:
         with self._stage("preparing the model"):
             check_models(self._config, download=True)
 
-    def _start_serve(self) -> None:
+    def _start_serve(self) -> "Future[None]":
+        """Returns once Serve takes applications: its proxy, which takes as long, starts beside the engine. The future
+        is done with it."""
         from ray import serve as ray_serve
-        from ray.exceptions import RayError
 
         if not self._verbose:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        http = self._config.http
+        http, proxy = self._config.http, Future[None]()
         if local_ray.serve_runs():
             self._console.print(
                 "Ray Serve runs there already; it keeps the address, port and proxy it was started with", style="yellow"
             )
-            return
+            proxy.set_result(None)
+            return proxy
         if self._address is not None and http.proxy == "haproxy":
             self._console.print(
                 "http.proxy: haproxy has no effect with --address; Ray Serve listens there with what the environment "
@@ -191,15 +195,33 @@ class _Server:
                 markup=False,
             )
         self._serve_started = True
-        level = "INFO" if self._verbose else "WARNING"
+        options = {
+            "proxy_location": "EveryNode",
+            "http_options": {"host": http.host, "port": http.port},
+            "logging_config": {"log_level": "INFO" if self._verbose else "WARNING"},
+        }
+
+        def start() -> None:
+            try:
+                ray_serve.start(**options)
+                proxy.set_result(None)
+            except BaseException as error:
+                proxy.set_exception(error)
+
+        threading.Thread(target=start, name="serve-start", daemon=True).start()
+        while not proxy.done() and not local_ray.serve_runs():
+            time.sleep(0.1)
+        if proxy.done():
+            self._wait_for_proxy(proxy)
+        return proxy
+
+    def _wait_for_proxy(self, proxy: "Future[None]") -> None:
+        from ray.exceptions import RayError
+
         try:
-            ray_serve.start(
-                proxy_location="EveryNode",
-                http_options={"host": http.host, "port": http.port},
-                logging_config={"log_level": level},
-            )
+            proxy.result()
         except (RayError, TimeoutError) as error:
-            raise StartFailedError(f"Ray Serve's {http.proxy} proxy did not start: {error}") from error
+            raise StartFailedError(f"Ray Serve's {self._config.http.proxy} proxy did not start: {error}") from error
 
     def _deploy(self) -> None:
         from ray import serve as ray_serve

@@ -1,5 +1,7 @@
 """What `dflash serve` does on the way to a server, with Ray and Serve scripted."""
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ from ray.experimental import internal_kv
 import cluster.app
 from cluster import death_notes
 from cluster.cli import local_ray
-from cluster.cli.deployment_watch import look
+from cluster.cli.deployment_watch import StartFailedError, look
 from cluster.cli.serve import _Server
 from cluster.config import parse_config
 from cluster.config_check import num_gpus_needed
@@ -114,3 +116,42 @@ def test_a_replica_that_finds_no_room_is_told_once(
     starting._show_start(state, shown.append)
     assert shown == ["starting the engine (1 starting)"] * 2
     assert " ".join(capsys.readouterr().err.split()) == text
+
+
+def test_the_engine_may_start_while_the_proxy_still_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def start(**options: object) -> None:
+        has_begun.set()
+        assert may_end.wait(10)
+
+    monkeypatch.setattr(local_ray, "serve_runs", has_begun.is_set)
+    monkeypatch.setattr(ray_serve, "start", start)
+    started = server(proxy="python", address=None)
+    proxy = started._start_serve()
+    assert not proxy.done()
+    may_end.set()
+    started._wait_for_proxy(proxy)
+    assert proxy.done()
+
+
+@pytest.mark.parametrize("has_controller", [False, True])
+def test_a_proxy_that_does_not_start_is_the_failure(has_controller: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun = threading.Event()
+
+    def start(**options: object) -> None:
+        if has_controller:
+            has_begun.set()
+            time.sleep(0.3)
+        raise TimeoutError("HTTP proxies not available after 60s.")
+
+    def run() -> None:
+        proxy = started._start_serve()
+        assert has_controller
+        started._wait_for_proxy(proxy)
+
+    monkeypatch.setattr(local_ray, "serve_runs", has_begun.is_set)
+    monkeypatch.setattr(ray_serve, "start", start)
+    started = server(proxy="haproxy", address=None)
+    with pytest.raises(StartFailedError, match="Ray Serve's haproxy proxy did not start: HTTP proxies not available"):
+        run()
