@@ -29,11 +29,6 @@ class Drain:
         self._close_engine = close_engine
         self._run: asyncio.Task[int] | None = None
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the replica refuses new requests because it stops."""
-        return self._run is not None
-
     async def run(self, limit_s: float) -> int:
         """Give open requests `limit_s`, then end the engine and with it what still runs. Later calls join the first.
 
