@@ -13,7 +13,7 @@ SHAPES = {
     "8 heads": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "9 heads padded to 12": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 45, "head_dim": 8},
 }
-NUM_STEPS = 200
+NUM_STEPS = 90
 BASE = dict(
     dtype="float32",
     max_model_len=160,
@@ -134,6 +134,7 @@ def test_two_ranks_equal_one_without_checks(models):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("models", ["8 heads"], indirect=True)
 def test_a_lost_follower_is_an_error_not_a_hang(models):
     target, drafter = models
     spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter))
@@ -146,6 +147,7 @@ def test_a_lost_follower_is_an_error_not_a_hang(models):
             llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
 
 
+@pytest.mark.parametrize("models", ["8 heads"], indirect=True)
 def test_a_refused_prompt_leaves_the_engine_clean(models):
     target, _ = models
     with LLM(str(target), num_blocks=60, **BASE) as llm:
