@@ -15,6 +15,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
+from tests.parallel import pytest_cmdline_main, pytest_collection_modifyitems, pytest_xdist_make_scheduler
+
+__all__ = ["pytest_cmdline_main", "pytest_collection_modifyitems", "pytest_xdist_make_scheduler"]  # hooks
+
 torch.set_num_threads(1)
 
 REPO_ROOT = Path(__file__).resolve().parent.parent

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import tempfile
 import time
@@ -21,16 +22,27 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.workers.fakes import FakeConfig
 from tests.workers.ray_cluster import local_ray
+from workers import engine_group
 from workers.engine_group import EngineGroup
 from workers.errors import EngineDeadError, EngineStartError
 from workers.gpu_worker import RankInfo
 
 FACTORY = "tests.workers.fakes:build_fake_rank"
+RINGS = f"dflash-plans-of-{os.getpid()}"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     with local_ray():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What groups of this process leave is told from what other processes' groups have just now."""
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:  # short: a socket's path has a limit
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setattr(engine_group, "new_ring_name", lambda: f"{RINGS}-{secrets.token_hex(8)}")
         yield
 
 
@@ -40,7 +52,7 @@ def traces() -> dict[str, Any]:
     return {
         "actors": sorted(key for key, actor in ray._private.state.actors().items() if actor["State"] not in ("DEAD",)),
         "placement groups": sorted(key for key, table in tables.items() if table["state"] != "REMOVED"),
-        "shared memory": sorted(str(path) for path in Path("/dev/shm").glob("dflash-*")),
+        "shared memory": sorted(str(path) for path in Path("/dev/shm").glob(f"{RINGS}-*")),
         "sockets": sorted(
             str(path) for path in Path(tempfile.gettempdir()).glob("dflash-*") if (path / "rank0").exists()
         ),
