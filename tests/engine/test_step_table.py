@@ -33,10 +33,15 @@ def table(tmp_path: Path, **changes: object) -> StepTable:
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_shipped_tables_load_and_grow(path: Path) -> None:
-    """Measured times may dip a little: a longer draft can meet a better shape of a product."""
+    """Measured times may dip a little: a longer draft can meet a better shape of a product.
+
+    On a CPU that has other work too they scatter: one request took 31, 30 and 27 ms at 1, 2 and 3 drafts.
+    """
     loaded = load_step_table(path)
+    least = 0.88 if loaded.accelerator.startswith("cpu") else 0.97
     for times in (*loaded.seconds, *zip(*loaded.seconds, strict=True)):
-        assert all(later >= 0.97 * earlier for earlier, later in itertools.pairwise(times))
+        assert all(later >= least * earlier for earlier, later in itertools.pairwise(times))
+        assert times[-1] > times[0]
 
 
 def test_times_by_hand(tmp_path: Path) -> None:
