@@ -1,10 +1,15 @@
 """`PrefillPace`: how many prompt tokens a step may take beside decode rows, so that streams keep their rhythm.
 
 A step's time is reckoned as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
-the first from steps without prompts, the second from what prompts added. Pure arithmetic on the host.
+the first from steps without prompts, the second from what prompts added. A prompt token costs more far behind in a
+long prompt, and padding to a program's size, so the dearest of the last chunks counts, small ones aside, whose time is
+mostly that of the launch. Pure arithmetic on the host.
 """
 
-_FORGET = 0.8  # weight of what was seen before, at each new step seen
+from collections import deque
+
+_FORGET = 0.8  # weight of a decode time seen before, at each new one
+_CHUNKS = 8  # that are remembered
 LEAST_TOKENS = 64  # a prompt makes this much progress a step, whatever the target
 
 
@@ -18,15 +23,15 @@ class PrefillPace:
         assert target_s > 0
         self._target_s = target_s
         self._decode_s: dict[tuple[int, int], float] = {}  # (batch bucket, verify_len) -> seconds without prompts
-        self._prompt_s = 0.0  # of the prompts seen, older ones forgotten at the same rate in both
-        self._prompt_tokens = 0.0
+        self._chunks: deque[tuple[int, float]] = deque(maxlen=_CHUNKS)  # (prompt tokens, seconds they added)
 
     def tokens_beside(self, num_decode: int, verify_len: int) -> int:
         """Prompt tokens for a step with these decode rows. Until a prompt was seen: the least."""
-        if not self._prompt_tokens:
+        if not self._chunks:
             return LEAST_TOKENS
         left_s = self._target_s - self._decode_time(num_decode, verify_len)
-        token_s = self._prompt_s / self._prompt_tokens
+        large = max(tokens for tokens, _ in self._chunks) // 2
+        token_s = max(added_s / tokens for tokens, added_s in self._chunks if tokens >= large)
         if left_s <= LEAST_TOKENS * token_s:
             return LEAST_TOKENS
         return int(min(left_s / token_s, 1e9)) if token_s else 10**9
@@ -35,8 +40,7 @@ class PrefillPace:
         """A step that has run."""
         if prompt_tokens:
             added_s = max(duration_s - self._decode_time(num_decode, verify_len), 0.0)
-            self._prompt_s = self._prompt_s * _FORGET + added_s
-            self._prompt_tokens = self._prompt_tokens * _FORGET + prompt_tokens
+            self._chunks.append((prompt_tokens, added_s))
         elif num_decode:
             key = _key(num_decode, verify_len)
             before_s = self._decode_s.get(key, duration_s)

@@ -81,6 +81,22 @@ def test_a_device_that_becomes_slower_is_followed():
     assert pace.tokens_beside(16, 15) == pace.tokens_beside(4, 7)
 
 
+def test_prompt_tokens_that_get_dearer_do_not_break_the_target():
+    """As far behind in a long prompt: each token costs more than the one before, and each prompt starts cheap again."""
+    pace, target_s, steps = PrefillPace(target_s=0.04), 0.04, []
+    pace.observe(num_decode=8, verify_len=15, prompt_tokens=0, duration_s=0.007)
+    for number in range(6):
+        done = 0
+        while done < 4096:
+            tokens = min(4096 - done, pace.tokens_beside(8, 15) if number else 4096)
+            seconds = 0.007 * (number > 0) + tokens * 2e-5 * (1 + (done + tokens / 2) / 4096)
+            pace.observe(num_decode=8 if number else 0, verify_len=15, prompt_tokens=tokens, duration_s=seconds)
+            steps += [(tokens, seconds)] if number else []
+            done += tokens
+    assert max(seconds for _, seconds in steps) <= 1.1 * target_s
+    assert max(tokens for tokens, _ in steps) > 800  # 0.033 s are 1,100 tokens on average
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_target_that_is_none_is_refused(value):
     with pytest.raises(ValueError, match="inter_token_target_ms: must be a positive number of milliseconds"):
