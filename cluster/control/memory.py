@@ -105,8 +105,11 @@ class Memory:
         self._record.predict(now, hazards_MW)
         best = self._record.best()
         self.chosen = best if self._record.is_better(best, by=_BETTER) and not self._stands_alone(now) else 0
+        rows_M = sums_M2W[:, 0, 0]
+        while 0 < self.chosen < len(_HALF_LIVES_S) and rows_M[self.chosen] < _ENOUGH_ROWS:
+            self.chosen += 1  # as far back as it takes to know anything
         weights_P = weights_MP[self.chosen]
-        self.knows_enough = bool(sums_M2W[self.chosen, 0, 0] >= _ENOUGH_ROWS)
+        self.knows_enough = bool(rows_M[self.chosen] >= _ENOUGH_ROWS)
         used = weights_P > 0
         span = times_P[-1] - times_P[used][0] + 1.0
         blocks_P = (ages_P[used] // min(max(span / 8.0, 1.0), _BLOCK_S)).astype(np.int64)

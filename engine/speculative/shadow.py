@@ -21,18 +21,24 @@ MIN_GAP = 8  # steps from one that drafts for scoring to the next, however littl
 _SMOOTHING = 0.1  # weight of a new duration in the running means
 
 _FIRST_S, _LATER = 30.0, 0.1
+_FEW_ROWS = 4
 
 Key = tuple[int, int]  # (rows of the program, K in force)
 
 
-def share_of_budget(device_time_s: Any) -> Any:
-    """What part of its time share scoring may take, so long after the engine's start; also of an array."""
-    return _LATER + (1.0 - _LATER) * (device_time_s < _FIRST_S)
+def share_of_budget(device_time_s: Any, *, num_rows: Any, draft_len: Any) -> Any:
+    """What part of its time share scoring may take in a step, so long after the engine's start; also of arrays.
+
+    A step of few rows tells little, and at K = 0 nobody else tells anything: there it may go on as in the beginning.
+    """
+    is_blind = (num_rows <= _FEW_ROWS) & (draft_len == 0)
+    return _LATER + (1.0 - _LATER) * ((device_time_s < _FIRST_S) | is_blind)
 
 
 class ShadowBudget:
     """Which steps can be afforded: what they cost beyond an ordinary one is at most `time_share` of device time, and of
-    the time that requests spend in steps; a tenth of it once the first half minute has told what there is to learn.
+    the time that requests spend in steps; a tenth of it once the first half minute has told what there is to learn, but
+    where few rows draft nothing.
 
     The second account counts a second once for each row. It lets small batches pay, whose delay few requests share.
     Ordinary steps save up; one that drafts for scoring is due when its cost is there, which is known from the last ones
@@ -59,9 +65,10 @@ class ShadowBudget:
         self._add(-cost_s, key[0])
         return True
 
-    def save(self, num_rows: int, duration_s: float) -> None:
-        """Any step took so long; num_rows: those that decoded."""
-        self._add(self._time_share * share_of_budget(self._seen_s) * duration_s, num_rows)
+    def save(self, num_rows: int, duration_s: float, *, draft_len: int) -> None:
+        """Any step took so long; num_rows: those that decoded. draft_len: K in force."""
+        share = share_of_budget(self._seen_s, num_rows=num_rows, draft_len=draft_len)
+        self._add(self._time_share * share * duration_s, num_rows)
         self._seen_s += duration_s
 
     def read_ordinary(self, key: Key, duration_s: float) -> None:
@@ -116,7 +123,7 @@ class ShadowScoring:
 
     def read(self, plan: StepPlan, result: StepResult, sequences: Rows[Sequence]) -> None:
         """A step was read and its tokens were appended. sequences: those of the result's rows."""
-        self._budget.save(len(plan.decode_slots), result.duration_s)
+        self._budget.save(len(plan.decode_slots), result.duration_s, draft_len=plan.verify_len)
         if plan.report_drafts:
             self._budget.read_shadow(_key(plan), result.duration_s)
         elif self._may_score(plan):

@@ -71,6 +71,16 @@ def test_neighbouring_seconds_of_the_same_requests_do_not_feign_certainty() -> N
     assert spreads[1] > 1.5 * spreads[0]
 
 
+def test_a_memory_with_too_few_rows_leaves_it_to_a_longer_one() -> None:
+    """Where K is 0 a few rows are scored now and then; the shortest memory has proved best before."""
+    memory, rng = Memory(width=2), np.random.default_rng(6)
+    run(memory, rng, [EASY] * 60 + [HARD] * 15, start=0)
+    assert memory.chosen == 1 and memory.knows_enough
+    believed = run(memory, rng, [EASY] * 60, start=75, rows=2)
+    assert memory.chosen > 1 and memory.knows_enough
+    assert believed[-1] > believed[0] + 0.1
+
+
 def test_a_record_judges_by_predictions_made_well_before() -> None:
     record = Record(2)
     record.predict(0.0, np.array([[0.5], [0.9]]))

@@ -216,12 +216,24 @@ def test_the_share_holds_with_noisy_steps() -> None:
         duration_s = rng.gauss(1.0, 0.2) + (1.0 if is_due else 0.0)
         extra_s += 1.0 if is_due else 0.0
         total_s += duration_s
-        budget.save(1, duration_s)
+        budget.save(1, duration_s, draft_len=1)
         (budget.read_shadow if is_due else budget.read_ordinary)((1, 0), duration_s)
         if total_s < 30:
             early_s = extra_s
     assert early_s <= 0.01 * 31
     assert 0.0009 < extra_s / total_s < 0.0013, "a tenth of the share later"
+
+
+@pytest.mark.parametrize(("rows", "draft_len", "share"), [(4, 0, 0.01), (5, 0, 0.001), (4, 1, 0.001)])
+def test_few_rows_without_drafts_keep_the_whole_share(rows: int, draft_len: int, share: float) -> None:
+    budget, total_s, extra_s = ShadowBudget(0.01), 0.0, 0.0
+    for _ in range(20_000):
+        is_due = budget.is_due((rows, draft_len))
+        extra_s += is_due
+        total_s += 1.0 + is_due
+        budget.save(rows, 1.0 + is_due, draft_len=draft_len)
+        (budget.read_shadow if is_due else budget.read_ordinary)((rows, draft_len), 1.0 + is_due)
+    assert extra_s / total_s == pytest.approx(share, rel=0.1)
 
 
 def test_small_batches_pay_for_what_large_ones_save() -> None:
@@ -235,7 +247,7 @@ def test_small_batches_pay_for_what_large_ones_save() -> None:
         num_scored[rows] += is_due
         row_s += rows * duration_s
         extra_row_s += rows * (duration_s - 1.0)
-        budget.save(rows, duration_s)
+        budget.save(rows, duration_s, draft_len=1)
         (budget.read_shadow if is_due else budget.read_ordinary)((rows, 0), duration_s)
     assert extra_row_s / row_s < 0.0012 and sum(num_scored.values()) > 100
     assert num_scored[1] > 4 * num_scored[8]
