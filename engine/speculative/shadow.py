@@ -21,7 +21,7 @@ MIN_GAP = 8  # steps from one that drafts for scoring to the next, however littl
 _SMOOTHING = 0.1  # weight of a new duration in the running means
 
 _FIRST_S, _LATER = 30.0, 0.1
-_FEW_ROWS = 4
+_FEW_ROWS = 2
 
 Key = tuple[int, int]  # (rows of the program, K in force)
 
