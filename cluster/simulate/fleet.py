@@ -107,7 +107,7 @@ class Fleet:
         shadow_s = self._shadows(sel, rows, bucket, draft, steady)
         seconds = self._seconds(sel, rows, bucket, draft, verify, prompt_tokens, shadow_s)
         steady_s = seconds * (steady & (shadow_s == 0))
-        self._save(sel, rows, seconds, verify)
+        self._save(sel, rows, seconds, draft)
         before = lanes.clock_L[sel]
         lanes.clock_L[sel] = before + seconds
         lanes.planned_L[sel] = before if lanes.world.scenario.engine.pipeline_depth else lanes.clock_L[sel]
@@ -181,10 +181,10 @@ class Fleet:
             extra_s[may] = cost
         return extra_s
 
-    def _save(self, sel: np.ndarray, rows: np.ndarray, seconds: np.ndarray, verify: np.ndarray) -> None:
+    def _save(self, sel: np.ndarray, rows: np.ndarray, seconds: np.ndarray, draft: np.ndarray) -> None:
         """Any step saves up for shadow steps. The first half minute is one of the step table's seconds."""
         table_s = self.tallies.busy_s_L[sel] / self.lanes.slowdown_L[sel]
-        share = share_of_budget(table_s, num_rows=rows, draft_len=verify)  # K = 0 is the first length
+        share = share_of_budget(table_s, num_rows=rows, draft_len=draft)  # K = 0 is the first length
         saved = SHADOW_TIME_SHARE * share * seconds
         self.lanes.shadow_saved_s_L[sel] += saved
         self.lanes.shadow_saved_row_s_L[sel] += saved * rows

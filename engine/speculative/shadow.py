@@ -123,7 +123,7 @@ class ShadowScoring:
 
     def read(self, plan: StepPlan, result: StepResult, sequences: Rows[Sequence]) -> None:
         """A step was read and its tokens were appended. sequences: those of the result's rows."""
-        self._budget.save(len(plan.decode_slots), result.duration_s, draft_len=plan.verify_len)
+        self._budget.save(len(plan.decode_slots), result.duration_s, draft_len=plan.draft_len)
         if plan.report_drafts:
             self._budget.read_shadow(_key(plan), result.duration_s)
         elif self._may_score(plan):
