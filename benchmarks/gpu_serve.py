@@ -320,7 +320,7 @@ class Run:
 
         def back() -> bool:
             lowest.append(memory_mib() or 0)
-            # A text that shares no block with the one compared below: a prompt is cut elsewhere where it hits the cache.
+            # A text that shares no block with the one compared below: a prompt that hits the cache is cut elsewhere.
             return answers(self.url, self.body([17] * 5, max_tokens=4))
 
         recovered = wait_for(back, self.args.start_limit_s)
