@@ -29,7 +29,9 @@ class Stream(asyncio.Protocol):
         self._tail = (self._tail + data)[-4096:]
         if b"data: [DONE]" in self._tail and not self.ended.done():
             self.ended.set_result("error event" if b'"error"' in self._tail else "done")
-        elif b"HTTP/1.1 5" in self._tail[:64] and not self.ended.done():
+        elif (
+            self._tail.startswith(b"HTTP/1.1 ") and not self._tail.startswith(b"HTTP/1.1 200") and not self.ended.done()
+        ):
             self.ended.set_result(self._tail[:32].decode(errors="replace").splitlines()[0])
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -43,6 +45,8 @@ class Stream(asyncio.Protocol):
 
     def trace(self) -> Trace:
         """Tokens are known for the whole alone: the last piece gets them, and times of single tokens mean nothing."""
+        if not self.pieces:
+            return Trace(start_s=0.0)
         counts = [0] * (len(self.pieces) - 1) + [self.num_tokens]
         return Trace(start_s=0.0, outputs=list(zip(self.pieces, counts, strict=True)))
 

@@ -276,7 +276,10 @@ def _template_problems(template: str, base_dir: Path) -> list[str]:
         file = _local(template, base_dir)
         if not file.is_file():
             return [f"model.chat_template: no such file: {file}; give a Jinja file or the template itself"]
-        template = file.read_text(encoding="utf-8")
+        try:
+            template = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            return [f"model.chat_template: cannot read {file}: {error}"]
     try:
         check_chat_template(template)
     except ValueError as error:

@@ -1,9 +1,9 @@
 """`PrefillPace`: how many prompt tokens a step may take beside decode rows, so that streams keep their rhythm.
 
 A step's time is reckoned as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
-the first from steps without prompts, the second from what prompts added. A prompt token costs more far behind in a
-long prompt, and padding to a program's size, so the dearest of the last chunks counts, small ones aside, whose time is
-mostly that of the launch. Pure arithmetic on the host.
+the first from steps without prompts, the second from what prompts added; of rows that never ran alone, nothing is
+subtracted. A prompt token costs more far behind in a long prompt, and padding to a program's size, so the dearest of
+the last chunks counts, small ones aside, whose time is mostly that of the launch. Pure arithmetic on the host.
 """
 
 from collections import deque
@@ -29,28 +29,27 @@ class PrefillPace:
         """Prompt tokens for a step with these decode rows. Until a prompt was seen: the least."""
         if not self._chunks:
             return LEAST_TOKENS
-        left_s = self._target_s - self._decode_time(num_decode, verify_len)
+        # Of a shape not seen alone, the longest that was: the target is kept from its first step on.
+        longest_s = max(self._decode_s.values(), default=0.0)
+        left_s = self._target_s - self._decode_s.get(_key(num_decode, verify_len), longest_s)
         large = max(tokens for tokens, _ in self._chunks) // 2
         token_s = max(added_s / tokens for tokens, added_s in self._chunks if tokens >= large)
         if left_s <= LEAST_TOKENS * token_s:
             return LEAST_TOKENS
-        return int(min(left_s / token_s, 1e9)) if token_s else 10**9
+        return int(left_s / token_s)
 
     def observe(self, *, num_decode: int, verify_len: int, prompt_tokens: int, duration_s: float) -> None:
         """A step that has run."""
+        key = _key(num_decode, verify_len)
         if prompt_tokens:
-            added_s = max(duration_s - self._decode_time(num_decode, verify_len), 0.0)
-            self._chunks.append((prompt_tokens, added_s))
+            alone_s = self._decode_s.get(key, 0.0) if num_decode else 0.0
+            if 0.0 < duration_s <= alone_s:  # alone they take less than with a prompt: the time known was an accident
+                self._decode_s[key] = duration_s
+            elif duration_s:
+                self._chunks.append((prompt_tokens, duration_s - alone_s))
         elif num_decode:
-            key = _key(num_decode, verify_len)
             before_s = self._decode_s.get(key, duration_s)
             self._decode_s[key] = before_s * _FORGET + duration_s * (1 - _FORGET)
-
-    def _decode_time(self, num_decode: int, verify_len: int) -> float:
-        """Seconds of decode rows alone; of a shape not seen yet, the longest that was."""
-        if not num_decode:
-            return 0.0
-        return self._decode_s.get(_key(num_decode, verify_len), max(self._decode_s.values(), default=0.0))
 
 
 def _key(num_decode: int, verify_len: int) -> tuple[int, int]:

@@ -160,7 +160,10 @@ def _read_template(template: str | None) -> str | None:
         path = Path(template)
         if not path.is_file():
             raise ValueError(f"chat_template: {template!r} is neither a Jinja template nor an existing file.")
-        template = path.read_text(encoding="utf-8")
+        try:
+            template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"chat_template: cannot read {path}: {error}") from error
     check_chat_template(template)
     return template
 

@@ -153,13 +153,15 @@ class _Server:
             self._deploy()
             wait_until_running(
                 self._config.deployment.app,
-                lambda state: self._show_start(state, status),
+                lambda state: self._show_start(state, status, proxy),
             )
         with self._stage("waiting for the first health check"):
             self._wait_for_proxy(proxy)
             wait_until_healthy(f"{self.url}/health", _HEALTH_TIMEOUT_S)
 
-    def _show_start(self, state: AppState, show: Callable[[str | None], None]) -> None:
+    def _show_start(self, state: AppState, show: Callable[[str | None], None], proxy: "Future[None]") -> None:
+        if proxy.done():  # one that failed ends the start, however long the engine would still take
+            self._wait_for_proxy(proxy)
         show(f"starting the engine ({state.replicas})" if state.replicas else None)
         if state.waiting is not None and not self._is_waiting_told:
             self._is_waiting_told = True

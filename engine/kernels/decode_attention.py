@@ -5,8 +5,9 @@ a graph captured for long sequences reads no more on short ones. Each leaves its
 second kernel merges them (a merge by a sequence's last program was measured: it takes longer). Grids depend on shapes
 alone and nothing is read back: a call can be captured.
 
-How a query's tiles are dealt follows from its own position alone, so that its bits do not depend on where in a block of
-drafts it stands. Where a block's queries differ in that, the tiles are passed over once for each kind.
+Without a window, how a query's tiles are dealt follows from its own position alone, so that its bits do not depend on
+where in a block of drafts it stands. Where a block's queries differ in that, the tiles are passed over once for each
+kind.
 
 Shapes: N rows, R sequences, Q queries of each, h heads, g KV heads, G = h / g, D head size, S splits, B table columns.
 """

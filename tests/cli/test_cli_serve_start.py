@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from ray.experimental import internal_kv
 import cluster.app
 from cluster import death_notes
 from cluster.cli import local_ray
-from cluster.cli.deployment_watch import StartFailedError, look
+from cluster.cli.deployment_watch import AppState, StartFailedError, look
 from cluster.cli.serve import _Server
 from cluster.config import parse_config
 from cluster.config_check import num_gpus_needed
@@ -112,8 +113,9 @@ def test_a_replica_that_finds_no_room_is_told_once(
     assert (state.running, state.failure, state.waiting) == (False, None, text)
     shown: list[str | None] = []
     starting = server(proxy="python", address="auto")
-    starting._show_start(state, shown.append)
-    starting._show_start(state, shown.append)
+    proxy = Future[None]()
+    starting._show_start(state, shown.append, proxy)
+    starting._show_start(state, shown.append, proxy)
     assert shown == ["starting the engine (1 starting)"] * 2
     assert " ".join(capsys.readouterr().err.split()) == text
 
@@ -145,10 +147,14 @@ def test_a_proxy_that_does_not_start_is_the_failure(has_controller: bool, monkey
             time.sleep(0.3)
         raise TimeoutError("HTTP proxies not available after 60s.")
 
+    deploying = AppState(running=False, status="DEPLOYING", replicas="1 starting", failure=None)
+
     def run() -> None:
         proxy = started._start_serve()
         assert has_controller
-        started._wait_for_proxy(proxy)
+        while True:  # what the wait for the engine does, which may take minutes
+            started._show_start(deploying, lambda text: None, proxy)
+            time.sleep(0.01)
 
     monkeypatch.setattr(local_ray, "serve_runs", has_begun.is_set)
     monkeypatch.setattr(ray_serve, "start", start)

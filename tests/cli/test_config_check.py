@@ -119,6 +119,14 @@ def test_problems_of_schema_and_paths_are_listed_together(models: Path, tmp_path
         assert part in err
 
 
+def test_a_template_that_is_no_text_is_named(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin.jinja").write_bytes(b"{{ 'caf\xe9' }}")
+    status, _, err = check(write(models, tmp_path, model={"chat_template": "latin.jinja"}))
+    assert status == 2
+    assert "model.chat_template: cannot read " in err
+    assert "latin.jinja: 'utf-8' codec can't decode" in err
+
+
 def test_models_and_machine_are_listed_together(models: Path, tmp_path: Path) -> None:
     file = write(models, tmp_path, speculative_config={"max_draft_len": 8}, deployment={"replicas": 9999})
     status, _, err = check(file)

@@ -120,6 +120,18 @@ def test_two_ranks_equal_one(models, gather, rejection, draft_sampling):
     assert num_bytes == sum(shape[0] for shape in two["rows"]) * taps * share * 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["taps", "fused"])
+def test_two_ranks_of_smollm2_equal_one(smollm2_dir, smollm2_drafter_dir, gather):
+    models = smollm2_dir, smollm2_drafter_dir
+    one = run(models, False)
+    two = run(models, False, tensor_parallel_size=2, hidden_state_gather=gather)
+    assert one["accepted"] > 15 and one["preemptions"] > 0, "the run was meant to accept drafts and to preempt"
+    assert two["tokens"] == one["tokens"]
+    assert two["drafts"] == one["drafts"]
+    assert two["gathers"][0] == len(two["rows"]) == two["steps"]
+
+
 def test_two_ranks_equal_one_without_checks(models):
     """The compiled bookkeeping of the CPU, which debug_checks leaves out, under two ranks."""
     target, drafter = models

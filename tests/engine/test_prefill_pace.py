@@ -97,6 +97,33 @@ def test_prompt_tokens_that_get_dearer_do_not_break_the_target():
     assert max(tokens for tokens, _ in steps) > 800  # 0.033 s are 1,100 tokens on average
 
 
+def mixed_steps(pace, num_steps, *, num_decode, decode_s, token_s=1e-5):
+    """Seconds of steps that always have a prompt beside these rows."""
+    times = []
+    for _ in range(num_steps):
+        tokens = min(pace.tokens_beside(num_decode, 15), 20_000)
+        times.append(decode_s + tokens * token_s)
+        pace.observe(num_decode=num_decode, verify_len=15, prompt_tokens=tokens, duration_s=times[-1])
+    return times
+
+
+def test_rows_that_never_ran_alone_keep_the_target():
+    pace = PrefillPace(target_s=0.02)
+    pace.observe(num_decode=0, verify_len=15, prompt_tokens=2000, duration_s=0.02)
+    for _ in range(5):
+        pace.observe(num_decode=32, verify_len=15, prompt_tokens=0, duration_s=0.017)
+    assert max(mixed_steps(pace, 60, num_decode=4, decode_s=0.006)) <= 0.02
+
+
+def test_one_slow_step_is_forgotten():
+    pace = PrefillPace(target_s=0.02)
+    pace.observe(num_decode=0, verify_len=15, prompt_tokens=2000, duration_s=0.02)
+    pace.observe(num_decode=4, verify_len=15, prompt_tokens=0, duration_s=3.0)
+    times = mixed_steps(pace, 60, num_decode=4, decode_s=0.006)
+    assert max(times) <= 0.021
+    assert times[-1] > 0.015
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_target_that_is_none_is_refused(value):
     with pytest.raises(ValueError, match="inter_token_target_ms: must be a positive number of milliseconds"):

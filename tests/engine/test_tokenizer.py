@@ -56,6 +56,9 @@ def test_template_given_as_text_or_file(tmp_path: Path) -> None:
         assert text == "hi:user=a;"
     with pytest.raises(ValueError, match=r"^chat_template: 'nowhere.jinja' is neither"):
         Tokenizer(wrap(byte_level().backend), chat_template="nowhere.jinja")
+    (tmp_path / "latin.jinja").write_bytes("{{ 'caf\xe9' }}".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"^chat_template: cannot read .*latin.jinja: 'utf-8' codec"):
+        Tokenizer(wrap(byte_level().backend), chat_template=str(tmp_path / "latin.jinja"))
     broken = "line one\n{% for m in messages %}\n{{ m.role"
     path.write_text(broken)
     for given in (broken, str(path)):

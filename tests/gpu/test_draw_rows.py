@@ -68,6 +68,7 @@ SHARDS = [(*case, start) for case in CASES for start in (0, 77)]
 
 @pytest.mark.parametrize(("case", "device"), places(SHARDS, [(*TOYS[0], 9)]))
 def test_draws_are_those_of_torchs_noise(case: tuple[int, int, int, int], device: str) -> None:
+    pdl = device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
     rows, vocab, ties, start = case
     logits, parameters = _logits(rows, vocab, ties, device), _parameters(rows, vocab, device)
     seeds = torch.arange(rows, device=device) * 0x1234567890123 - 5
@@ -75,7 +76,7 @@ def test_draws_are_those_of_torchs_noise(case: tuple[int, int, int, int], device
     temperature = parameters["temperature_N"]
     scaled = scale_by_temperature(logits, temperature)
     noise = gumbel_noise(seeds, positions, torch.arange(start, start + vocab, device=device))
-    for threshold in (None, filter_thresholds(logits, **parameters)):
+    for threshold in (None, filter_thresholds(logits, **parameters, pdl=pdl)):
         score = torch.where(temperature[:, None] > 0, scaled + noise, scaled)
         if threshold is not None:
             score = torch.where(scaled < threshold[:, None], -math.inf, score)
@@ -86,7 +87,10 @@ def test_draws_are_those_of_torchs_noise(case: tuple[int, int, int, int], device
             seed_N=seeds,
             position_N=positions,
             vocab_start=start,
+            pdl=pdl,
         )
+        greedy = temperature == 0
+        assert torch.equal(index[greedy] - start, score[greedy].max(dim=1).indices)  # ties: the lowest id
         best = score.max(dim=1).values
         torch.testing.assert_close(value, best, rtol=2e-6, atol=2e-6)
         # Equal but for draws that the last bit of a logarithm decides.

@@ -174,6 +174,7 @@ def test_row_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
                 _close(out, want, dtype, 1e-1 if case.get("float32") and dtype != torch.float32 else 1.0)
             else:  # the norm's weight is rounded in elsewhere: every product moves by a rounding
                 error = (out.double() - exact).norm() / exact.norm()
+                # 2e-6: float32 sums of 12,288 products in another order than cuBLAS's.
                 assert error <= 2 * (want.double() - exact).norm() / exact.norm() + 2e-6
             results.append(out)
         assert torch.equal(*results)

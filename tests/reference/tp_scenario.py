@@ -17,11 +17,15 @@ TEXTS = [[9, 8, 7, 6, 5, 4, 90, 33, 2], [17, 4, 90, 33, 21]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """mutation: done to the gathered hidden states: nothing, "drop" (rank 1's part lost), "permute" (swapped)."""
+    """mutation: done to the gathered hidden states: nothing, "drop" (rank 1's part lost), "permute" (swapped).
+
+    taps_file: captured hidden states to make the context of, in place of the ranks' own.
+    """
 
     target_dir: Path
     drafter_dir: Path
     mutation: str | None = None
+    taps_file: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -37,7 +41,7 @@ def run_scenario(case: Case, tp: TpGroup) -> dict[str, Any]:
     out = engine.forward([[Piece(seq=s, start=0, ids=text) for s, text in enumerate(TEXTS)]], keep_context=False)
     assert out.taps_NTH is not None
     calls, sent = tp.hidden_gathers.calls, tp.hidden_gathers.bytes
-    context = engine.drafter.context_features(out.taps_NTH)
+    context = engine.drafter.context_features(out.taps_NTH if case.taps_file is None else torch.load(case.taps_file))
     calls, sent = tp.hidden_gathers.calls - calls, tp.hidden_gathers.bytes - sent
     engine.forward([[Piece(seq=s, start=0, ids=text) for s, text in enumerate(TEXTS)]])
     hidden = engine.draft_hidden({s: (len(text), 40 + s) for s, text in enumerate(TEXTS)})
