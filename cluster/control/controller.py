@@ -3,8 +3,8 @@
 Named, detached, on the head node, one per (application, deployment). It owns no request and no engine: replicas go on
 without it. Not a deployment actor of Serve's: one that cannot start would keep replicas from starting.
 
-Its methods return at once and run on a few threads, one at a time: of a thousand replicas' reports most of the cost is
-Ray's, and a call that goes through an event loop costs a third more.
+Its methods return at once (`reset_gates` waits for its answers) and run on a few threads, one at a time: of a thousand
+replicas' reports most of the cost is Ray's, and a call that goes through an event loop costs a third more.
 """
 
 import functools
@@ -24,7 +24,7 @@ from cluster.control.control_metrics import ControlMetrics
 from cluster.control.estimate import ControlState, Push
 from cluster.control.messages import PROTOCOL_VERSION, Order, Registration, Report
 from cluster.control.status import status_of
-from engine.speculative.schedule import ScheduleAck
+from engine.speculative.schedule import ScheduleAck, Version
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SpeculationController:
         self._metrics = ControlMetrics(app=app, deployment=deployment)
         self._metrics_due = 0.0
         self._ranks: dict[str, Any] = {}  # replica -> handle of its rank 0
-        self._pushing: dict[str, float] = {}  # replica -> when its push is given up
+        self._pushing: dict[str, tuple[float, Version]] = {}  # replica -> when its push is given up, and of what
         self._answers: SimpleQueue[tuple[Push, Future[ScheduleAck]]] = SimpleQueue()  # to pushes
         self._registration = msgspec.msgpack.Decoder(Registration)
         self._report = msgspec.msgpack.Decoder(Report)
@@ -70,6 +70,7 @@ class SpeculationController:
             message = self._registration.decode(registration)
             reply = self._state.register(message, now=time.monotonic())
             self._ranks[message.replica_id] = rank0
+            self._pushing.pop(message.replica_id, None)  # its earlier incarnation's
             return self._encoder.encode(reply)
 
     def report(self, report: bytes) -> bytes:
@@ -153,8 +154,9 @@ class SpeculationController:
         due = []
         for push in pushes:
             rank0 = self._ranks.get(push.replica_id)
-            if rank0 is not None and self._pushing.get(push.replica_id, now) <= now:
-                self._pushing[push.replica_id] = now + _PUSH_TIMEOUT_S
+            until, _ = self._pushing.get(push.replica_id, (now, None))
+            if rank0 is not None and until <= now:
+                self._pushing[push.replica_id] = now + _PUSH_TIMEOUT_S, push.version
                 due.append((rank0, push))
         return due
 
@@ -175,7 +177,8 @@ class SpeculationController:
         """What pushes have led to. One that fails is made up for by the reply to the replica's next report."""
         while not self._answers.empty():
             push, answer = self._answers.get()
-            self._pushing.pop(push.replica_id, None)
+            if self._pushing.get(push.replica_id, (0.0, None))[1] == push.version:  # not a late one's, given up before
+                del self._pushing[push.replica_id]
             error = answer.exception()
             if error is not None:
                 logger.warning("pushing %s to replica %s failed: %s", push.version, push.replica_id, _first_line(error))

@@ -38,7 +38,7 @@ def share_of_budget(device_time_s: Any, *, num_rows: Any, draft_len: Any) -> Any
 class ShadowBudget:
     """Which steps can be afforded: what they cost beyond an ordinary one is at most `time_share` of device time, and of
     the time that requests spend in steps; a tenth of it once the first half minute has told what there is to learn, but
-    where few rows draft nothing.
+    where few rows, or none, draft nothing.
 
     The second account counts a second once for each row. It lets small batches pay, whose delay few requests share.
     Ordinary steps save up; one that drafts for scoring is due when its cost is there, which is known from the last ones
@@ -66,7 +66,7 @@ class ShadowBudget:
         return True
 
     def save(self, num_rows: int, duration_s: float, *, draft_len: int) -> None:
-        """Any step took so long; num_rows: those that decoded. draft_len: K in force."""
+        """Any step took so long; num_rows: those that decoded. draft_len: the plan's, 0 of prompts alone."""
         share = share_of_budget(self._seen_s, num_rows=num_rows, draft_len=draft_len)
         self._add(self._time_share * share * duration_s, num_rows)
         self._seen_s += duration_s
