@@ -187,9 +187,13 @@ _ARGUMENT_PATHS = {
 
 
 def in_config_terms(message: str) -> str:
-    """An engine error with the argument it starts with replaced by the config's key for it."""
+    """An engine error with the argument it starts with replaced by the config's key for it, and those spelled as such
+    further on."""
     name, colon, rest = message.partition(":")
-    return f"{_ARGUMENT_PATHS[name]}:{rest}" if colon and name in _ARGUMENT_PATHS else message
+    if not colon or name not in _ARGUMENT_PATHS:
+        return message
+    spelled = r"\b(kv_cache_memory_bytes|num_blocks|block_size|max_model_len|max_num_seqs|max_num_batched_tokens)\b"
+    return f"{_ARGUMENT_PATHS[name]}:" + re.sub(r"(?<![.\w])" + spelled, lambda m: _ARGUMENT_PATHS[m[0]], rest)
 
 
 def load_config(path: str | Path) -> ClusterConfig:

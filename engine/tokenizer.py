@@ -13,6 +13,27 @@ from engine.chat_template import check_chat_template
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+# Arguments of transformers' `apply_chat_template` that a request's chat_template_kwargs may not set.
+_TEMPLATE_ARGUMENTS = frozenset(
+    [
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+
 
 class Tokenizer:
     """Encodes, decodes and renders chats, on top of a transformers tokenizer backed by the `tokenizers` library."""
@@ -111,6 +132,9 @@ class Tokenizer:
                 "chat_template: the model's tokenizer has none; set model.chat_template to a Jinja template or to the "
                 "path of one, or use /v1/completions."
             )
+        taken = sorted(_TEMPLATE_ARGUMENTS & (template_kwargs or {}).keys())
+        if taken:
+            raise ValueError(f"chat_template_kwargs: {taken[0]!r} is not the template's; remove it.")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt cannot both be true; set one to false.")
         try:

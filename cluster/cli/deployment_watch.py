@@ -101,10 +101,12 @@ def drain_replicas(app_name: str, limit_s: float, *, timeout_s: float) -> int:
     """
     from ray import serve
     from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
+    from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
     try:
         answers = serve.get_app_handle(app_name).broadcast("drain", limit_s).results(timeout_s=timeout_s)
+    except DeploymentUnavailableError as error:  # its own text is a repr
+        raise DrainFailedError("no replica is left") from error
     except (RayServeException, RayError, TimeoutError) as error:
         raise DrainFailedError(root_cause(str(error)) or type(error).__name__) from error
     return sum(answers)

@@ -20,6 +20,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from cluster.control import order_note
 from cluster.control.control_metrics import ControlMetrics
 from cluster.control.estimate import ControlState, Push
 from cluster.control.messages import PROTOCOL_VERSION, Order, Registration, Report
@@ -29,7 +30,7 @@ from engine.speculative.schedule import ScheduleAck, Version
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "dflash"
-_THREADS = 4  # so that one that waits for gates keeps no report waiting
+_THREADS = 4  # so that the one that waits for gates keeps no report waiting
 _TICK_S = 0.5  # between two decisions, or a quarter of the reports' interval where that is longer
 _METRICS_S = 5.0  # between two times the series are set; Ray takes them up every 10 s
 _PUSH_TIMEOUT_S = 10.0
@@ -44,10 +45,12 @@ class SpeculationController:
         self._app, self._deployment = app, deployment
         self._lock = threading.Lock()  # of all below
         self._state = ControlState(started_at=time.monotonic())
+        self._state.see_order(order_note.recall(app, deployment))
         self._metrics = ControlMetrics(app=app, deployment=deployment)
         self._metrics_due = 0.0
         self._ranks: dict[str, Any] = {}  # replica -> handle of its rank 0
         self._pushing: dict[str, tuple[float, Version]] = {}  # replica -> when its push is given up, and of what
+        self._gates_lock = threading.Lock()  # of those that ask ranks to reset their gates
         self._answers: SimpleQueue[tuple[Push, Future[ScheduleAck]]] = SimpleQueue()  # to pushes
         self._registration = msgspec.msgpack.Decoder(Registration)
         self._report = msgspec.msgpack.Decoder(Report)
@@ -91,18 +94,29 @@ class SpeculationController:
             now = time.monotonic()
             self._take_answers()
             pushes = self._due(self._state.give(msgspec.msgpack.decode(order, type=Order), now=now), now)
+            if self._state.order is not None:
+                order_note.keep(self._app, self._deployment, self._state.order)
         self._push(pushes)
 
     def reset_gates(self) -> list[str]:
-        """Lets every replica's tripped gate speculate again; the replicas that have done so."""
-        with self._lock:
-            self._forget_ranks()
-            ranks = dict(self._ranks)
-        asked = {replica_id: rank0.reset_gate.remote() for replica_id, rank0 in ranks.items()}
-        answers = list(asked.values())
-        if answers:
-            ray.wait(answers, num_returns=len(answers), timeout=_PUSH_TIMEOUT_S)
-        return [replica_id for replica_id, answer in asked.items() if _has_succeeded(answer)]
+        """Lets every replica's tripped gate speculate again; the replicas that have done so.
+
+        Raises:
+            ValueError: another call waits for the ranks; one alone may, so that threads are left for reports.
+        """
+        if not self._gates_lock.acquire(blocking=False):
+            raise ValueError(f"the gates are being reset already; ask again in {_PUSH_TIMEOUT_S:g} s")
+        try:
+            with self._lock:
+                self._forget_ranks()
+                ranks = dict(self._ranks)
+            asked = {replica_id: rank0.reset_gate.remote() for replica_id, rank0 in ranks.items()}
+            answers = list(asked.values())
+            if answers:
+                ray.wait(answers, num_returns=len(answers), timeout=_PUSH_TIMEOUT_S)
+            return [replica_id for replica_id, answer in asked.items() if _has_succeeded(answer)]
+        finally:
+            self._gates_lock.release()
 
     def status(self) -> bytes:
         """A `ControllerStatus`."""
@@ -132,6 +146,7 @@ class SpeculationController:
                 if idle_s is not None and idle_s > _ASK_SERVE_AFTER_S and now - asked_at > _ASK_SERVE_AFTER_S:
                     asked_at = now
                     if _is_deleted(self._app):
+                        order_note.forget(self._app, self._deployment)
                         self._end(f"the application {self._app!r} does not exist any more")
         except Exception:
             logger.exception("the controller's own work failed; it starts anew")
@@ -258,6 +273,7 @@ def find_controller(app: str, deployment: str) -> Any:
 
 def remove_controller(app: str, deployment: str) -> None:
     """Ends the controller of an application that is deleted; none is no error."""
+    order_note.forget(app, deployment)
     try:
         handle = find_controller(app, deployment)
     except ValueError:

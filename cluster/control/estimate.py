@@ -88,7 +88,7 @@ class ControlState:
         if known is not None and registration.incarnation < known.counts.incarnation:
             return Reply(interval_s=self.interval_s)
         self._see_version(registration.version)
-        self._see_order(registration.order)
+        self.see_order(registration.order)
         if registration.incarnation >= self._newest_incarnation:
             self._newest_incarnation, self.options = registration.incarnation, registration.options
         line = self._join_line(registration)
@@ -170,12 +170,14 @@ class ControlState:
         Raises:
             ValueError: a pinned schedule that cannot be.
         """
+        if not math.isfinite(order.issued_at):
+            raise ValueError(f"issued_at: must be a finite number of seconds, got {order.issued_at}")
         if order.mode == "pin":
             for line in self.live_lines.values():
                 check_schedule(order.schedule, max_draft_len=line.draft_lens[-1])
         if self.order is not None and order.issued_at <= self.order.issued_at:
             order = msgspec.structs.replace(order, issued_at=math.nextafter(self.order.issued_at, math.inf))
-        self._see_order(order)
+        self.see_order(order)
         return self.decide(now=now)
 
     # ---------------------------------------------------------------------------------------------------- decisions
@@ -305,7 +307,8 @@ class ControlState:
             if version[0] == self.epoch:  # a replica that fell back counted on by itself
                 self._num_versions = max(self._num_versions, version[1])
 
-    def _see_order(self, order: Order | None) -> None:
+    def see_order(self, order: Order | None) -> None:
+        """An order that was given before: it counts if it is the latest."""
         if order is None or (self.order is not None and self.order.issued_at >= order.issued_at):
             return
         self.order = order

@@ -28,8 +28,8 @@ RULE_ERROR = "broken_rule"  # pydantic error type of a rule between fields; its 
 _VALIDATION_CODES: Mapping[str, tuple[str | None, str | None]] = {
     "missing": ("missing_required_parameter", "a value is required"),
     "json_invalid": (None, "the request body is not valid JSON"),
-    "model_type": (None, "the request body must be a JSON object"),
-    "model_attributes_type": (None, "the request body must be a JSON object"),
+    "model_type": ("invalid_type", "must be an object"),
+    "model_attributes_type": ("invalid_type", "must be an object"),
     "string_type": ("invalid_type", "must be a string"),
     "string_unicode": ("invalid_type", "must be valid Unicode"),
     "int_type": ("invalid_type", "must be an integer"),
@@ -149,6 +149,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         text = own_message if own_message is not None else _plain(str(error.get("msg", "invalid value")))
         if param is None and own_message == "a value is required":
             text = "the request body is missing"
+        if param is None and own_message == "must be an object":
+            code, text = None, "the request body must be a JSON object"
         lines.append(clip(text if param is None or code is None else f"{param}: {text}"))
         if index == 0:
             first_param, first_code = (param if code is not None else None), code

@@ -57,7 +57,7 @@ async def encode_messages(
     try:
         return await off_loop(sum(len(message.content or "") for message in messages), render_and_encode)
     except ValueError as error:
-        raise from_value_error(error, ("messages", "chat_template")) from error
+        raise from_value_error(error, ("messages", "chat_template", "chat_template_kwargs")) from error
 
 
 async def encode_prompt(tokenizer: Tokenizer, prompt: str, *, add_special_tokens: bool) -> list[int]:

@@ -142,6 +142,7 @@ CHAT_ONLY = [
     ({"audio": {"voice": "x"}}, "audio", "this server produces text only; leave it out"),
     ({"web_search_options": {}}, "web_search_options", "this server does not search the web; leave it out"),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs", "must be an object"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools' is not the template's; remove it."),
 ]
 TEXT_ONLY = [
     ({"prompt": None}, "prompt", PROMPT_FORM),
@@ -203,6 +204,8 @@ def test_refusals_leave_the_replica_healthy(server: ApiServer):
         (b"[1]", None, "the request body must be a JSON object"),
         (b'"x"', None, "the request body must be a JSON object"),
         (b"{}", "model", "model: a value is required; messages: a value is required"),
+        (b'{"model": "m", "messages": [], "stream_options": 5}', "stream_options", None),
+        (b'{"model": "m", "messages": [5]}', "messages.0", "messages.0: must be an object"),
         (b'{"model": "m", "messages": [], "temperature": NaN}', "temperature", None),
     ],
 )

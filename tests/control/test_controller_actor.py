@@ -90,6 +90,9 @@ class RankZero:
     def reset_gate(self) -> None:
         self.is_gate_tripped = False
 
+    def be_busy(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def get(self) -> tuple[tuple[int, int], dict[int, int], bool]:
         return self.version, self.schedule, self.is_gate_tripped
 
@@ -199,6 +202,12 @@ async def test_replicas_make_one_controller_that_pushes_and_obeys_operators() ->
         controller = find_controller("push", "d")
         assert set(await controller.reset_gates.remote()) == {"push-0", "push-1"}
         assert not any([(await engine.stats()).speculation_disabled for engine in running.engines])
+        running.engines[0].rank0.be_busy.remote(1.0)
+        waiting = controller.reset_gates.remote()
+        await asyncio.sleep(0.3)
+        with pytest.raises(ValueError, match="are being reset already"):  # calls that wait would keep reports waiting
+            await controller.reset_gates.remote()
+        assert set(await waiting) == {"push-0", "push-1"}
         order = Order(mode="pin", issued_at=time.time(), schedule={8: 2})
         await controller.give.remote(msgspec.msgpack.encode(order))
         await running.until(all_have(2))
@@ -226,6 +235,11 @@ async def test_a_killed_controller_returns_with_a_later_epoch_and_what_was_order
         await find_controller("kill", "d").give.remote(msgspec.msgpack.encode(order))
         await running.until(all_have(2))
         await asyncio.sleep(1.5)  # replicas hear of the order
+        endless = Order(mode="release", issued_at=float("inf"))
+        with pytest.raises(ValueError, match="issued_at: must be a finite"):
+            await find_controller("kill", "d").give.remote(msgspec.msgpack.encode(endless))
+        order = Order(mode="pin", issued_at=time.time(), schedule={8: 3})
+        await find_controller("kill", "d").give.remote(msgspec.msgpack.encode(order))  # of this one they do not
         ray.kill(find_controller("kill", "d"), no_restart=False)
 
         async def have_taken_over() -> bool:
@@ -242,7 +256,7 @@ async def test_a_killed_controller_returns_with_a_later_epoch_and_what_was_order
         for engine in running.engines:
             versions = await engine.rank0.history.remote()
             assert versions == sorted(set(versions)) and versions[-1][0] == 2
-        await running.until(all_have(2))
+        await running.until(all_have(3))
 
 
 async def test_without_a_controller_replicas_go_on_fall_back_and_are_found_again() -> None:
