@@ -7,6 +7,7 @@ Its methods return at once (`reset_gates` waits for its answers) and run on a fe
 replicas' reports most of the cost is Ray's, and a call that goes through an event loop costs a third more.
 """
 
+import contextlib
 import functools
 import logging
 import threading
@@ -51,6 +52,7 @@ class SpeculationController:
         self._ranks: dict[str, Any] = {}  # replica -> handle of its rank 0
         self._pushing: dict[str, tuple[float, Version]] = {}  # replica -> when its push is given up, and of what
         self._gates_lock = threading.Lock()  # of those that ask ranks to reset their gates
+        self._orders_lock = threading.Lock()  # of those that give and keep orders, taken before the other
         self._answers: SimpleQueue[tuple[Push, Future[ScheduleAck]]] = SimpleQueue()  # to pushes
         self._registration = msgspec.msgpack.Decoder(Registration)
         self._report = msgspec.msgpack.Decoder(Report)
@@ -89,14 +91,17 @@ class SpeculationController:
     # ---------------------------------------------------------------------------------------------------- operators
 
     def give(self, order: bytes) -> None:
-        """An operator's order. Raises ValueError for a schedule that cannot be pinned."""
-        with self._lock:
-            now = time.monotonic()
-            self._take_answers()
-            pushes = self._due(self._state.give(msgspec.msgpack.decode(order, type=Order), now=now), now)
-            if self._state.order is not None:
-                order_note.keep(self._app, self._deployment, self._state.order)
-        self._push(pushes)
+        """An operator's order: pushed, and kept before this returns. Raises ValueError for a schedule that cannot be
+        pinned."""
+        with self._orders_lock:
+            with self._lock:
+                now = time.monotonic()
+                self._take_answers()
+                pushes = self._due(self._state.give(msgspec.msgpack.decode(order, type=Order), now=now), now)
+                given = self._state.order
+            self._push(pushes)
+            assert given is not None
+            order_note.keep(self._app, self._deployment, given)  # the head may be slow: reports must not wait for it
 
     def reset_gates(self) -> list[str]:
         """Lets every replica's tripped gate speculate again; the replicas that have done so.
@@ -273,12 +278,9 @@ def find_controller(app: str, deployment: str) -> Any:
 
 def remove_controller(app: str, deployment: str) -> None:
     """Ends the controller of an application that is deleted; none is no error."""
-    order_note.forget(app, deployment)
-    try:
-        handle = find_controller(app, deployment)
-    except ValueError:
-        return
-    ray.kill(handle, no_restart=True)
+    with contextlib.suppress(ValueError):
+        ray.kill(find_controller(app, deployment), no_restart=True)
+    order_note.forget(app, deployment)  # behind the kill: nobody is left who would keep one again
 
 
 def _is_deleted(app: str) -> bool:

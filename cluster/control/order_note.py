@@ -1,9 +1,13 @@
 """The operator's order of an application, in the cluster's key-value store: what was acknowledged survives a controller
 that dies before its replicas have heard of it."""
 
+import logging
+
 import msgspec
 
 from cluster.control.messages import Order
+
+logger = logging.getLogger(__name__)
 
 _NAMESPACE = b"dflash"
 
@@ -18,11 +22,18 @@ def keep(app: str, deployment: str, order: Order) -> None:
 
 
 def recall(app: str, deployment: str) -> Order | None:
-    """The order kept last. Blocks for a round trip to the head."""
+    """The order kept last; one of another version's form is told in the log and counts as none, since a controller that
+    cannot start would be worse. Blocks for a round trip to the head."""
     from ray.experimental import internal_kv
 
     kept = internal_kv._internal_kv_get(_key(app, deployment), namespace=_NAMESPACE)
-    return None if kept is None else msgspec.msgpack.decode(kept, type=Order)
+    if kept is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(kept, type=Order)
+    except msgspec.MsgspecError as error:
+        logger.warning("the order kept for %s:%s cannot be read and is dropped: %s", app, deployment, error)
+        return None
 
 
 def forget(app: str, deployment: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import msgspec
 import pytest
 import ray
+from ray.experimental import internal_kv
 
 from cluster.control.controller import (
     NAMESPACE,
@@ -257,6 +258,14 @@ async def test_a_killed_controller_returns_with_a_later_epoch_and_what_was_order
             versions = await engine.rank0.history.remote()
             assert versions == sorted(set(versions)) and versions[-1][0] == 2
         await running.until(all_have(3))
+
+
+async def test_a_kept_order_that_cannot_be_read_keeps_no_controller_from_starting() -> None:
+    internal_kv._internal_kv_put(b"order/torn/d", b"\xc1", overwrite=True, namespace=b"dflash")
+    async with replicas("torn", num=1) as running:
+        await running.until_registered()
+        assert (await running.status()).order is None
+    assert internal_kv._internal_kv_get(b"order/torn/d", namespace=b"dflash") is None
 
 
 async def test_without_a_controller_replicas_go_on_fall_back_and_are_found_again() -> None:
