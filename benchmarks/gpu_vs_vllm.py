@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--peer-limit-s", type=float, default=600.0, help="seconds of one workload's process of the peer"
     )
+    parser.add_argument("--peer-kv-gib", type=float, help="the peer's KV cache; without, it measures what is free")
     parser.add_argument("--ours-limit-s", type=float, default=300.0, help="... and of this engine")
     parser.add_argument("--skip", choices=("ours", "peer"))
     parser.add_argument("--resume", action="store_true", help="keep the rows that OUT.rows.json has")
@@ -170,6 +171,8 @@ def run_peer(args: argparse.Namespace, workload: str, scratch: Path, target: str
         command = [sys.executable, str(Path(__file__).with_name("peer_vllm.py")), str(out), workload]
         command += ["--target", target, "--drafter", drafter, "--draft-lens", *map(str, left)]
         command += ["--acceptance-length", str(args.acceptance_length), *load_command(args)]
+        if args.peer_kv_gib:
+            command += ["--kv-gib", str(args.peer_kv_gib)]
         if workload == "smol":
             command += ["--prompts", str(args.prompts), "--memory-share", "0.4"]
         found, well = run_side(command, out, log, ends - time.perf_counter(), dict(os.environ, PYTHONPATH=path))

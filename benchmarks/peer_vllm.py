@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[15, 0])
     parser.add_argument("--acceptance-length", type=float, default=6.5)
     parser.add_argument("--memory-share", type=float, default=0.6)
+    parser.add_argument("--kv-gib", type=float, help="of its KV cache, which then is not measured")
     add_load_arguments(parser)
     return parser.parse_args()
 
@@ -75,6 +76,8 @@ class VllmEngine:
             # Prompts use them too, so that few requests and no drafts get no shorter list.
             compilation_config={"max_cudagraph_capture_size": max(2048, most * (draft_len + 1))},
         )
+        if args.kv_gib:
+            options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
         if args.workload == "q8":
             options |= dict(load_format="dummy", skip_tokenizer_init=True)
         if draft_len:
