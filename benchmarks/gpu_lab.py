@@ -100,6 +100,17 @@ def random_drafter(raw: dict[str, Any], device: str = "cuda") -> dict[str, torch
     return weights
 
 
+def fill_as_vllm_does(model: nn.Module) -> None:
+    """Overwrites every weight by vLLM's law for dummy ones: uniform within 1e-3 of zero, norms as well.
+
+    Power follows from the numbers that are multiplied, and at its limit a GPU's clock follows from power: two engines
+    can only be compared over weights of one law.
+    """
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(1234)
+    for weight in model.parameters():
+        weight.data.uniform_(-1e-3, 1e-3, generator=generator)
+
+
 def dummy_config(target_dir: Path, drafter_dir: Path | None, **settings: Any) -> EngineConfig:
     """An engine of random weights: the one use of `load_format="dummy"`. settings: fields of EngineConfig."""
     target = parse_target_config(str(target_dir))

@@ -3,8 +3,9 @@
     python benchmarks/gpu_vs_vllm.py OUT.json --workloads smol q8 --draft-lens 15 0 7 3 --peer-path SITE \\
         --smollm2 MODEL --drafter DIR --prompts PROMPTS.json
 
-smol: SmolLM2-135M, its trained drafter, greedy, up to 256 tokens. q8: shapes of Qwen3-8B, random weights, synthetic
-acceptance; 256 tokens in, 512 out (256 from 32 requests on). The load's parts and their options: engine_load.py.
+smol: SmolLM2-135M, its trained drafter, greedy, up to 256 tokens. q8: shapes of Qwen3-8B, random weights by vLLM's law
+for dummy ones (--target-weights normal: this engine's own law), synthetic acceptance; 256 tokens in, 512 out (256 from
+32 requests on). The load's parts and their options: engine_load.py.
 
 vLLM (0.26.0, peer_vllm.py; --peer-path is put ahead of its PYTHONPATH) runs first, in one process with one start per
 draft length, then this engine, which is also put under the arrivals that the peer bore. Never both at once. Every row
@@ -38,7 +39,7 @@ from engine_load import (
     smol_bank,
 )
 from gpu_engine import q8_config, smol_config
-from gpu_lab import Lab, read_bandwidth, save, versions, weight_bytes, write_qwen3_8b
+from gpu_lab import Lab, fill_as_vllm_does, read_bandwidth, save, versions, weight_bytes, write_qwen3_8b
 from vs_report import FAIL, draw, exit_code, peer_rates, report
 
 from engine.kv_cache.block_bytes import bytes_per_block
@@ -69,6 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
+    parser.add_argument("--target-weights", choices=("uniform", "normal"), default="uniform", help="q8, this engine's")
     parser.add_argument("--side", choices=("smol", "q8", "drafter"), help=argparse.SUPPRESS)  # this program's own child
     add_load_arguments(parser)
     return parser.parse_args()
@@ -121,6 +123,8 @@ def our_side(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = smol_config(shape) if args.side == "smol" else q8_config(shape, Path(scratch))
         lab = Lab(config)
+    if args.side == "q8" and args.target_weights == "uniform":
+        fill_as_vllm_does(lab.rank.runner._target_program._model)
     say(dict(part="start", draft_len=None, seconds=round(lab.start_s, 1), **versions()))
     if args.device == "cuda":
         say(dict(part="floor", draft_len=None, **bytes_of_a_step(lab)))
@@ -190,7 +194,7 @@ def run_ours(args: argparse.Namespace, workload: str, scratch: Path, rates: list
     out = scratch / f"ours-{workload}.json"
     command = [sys.executable, __file__, str(out), "--side", workload, "--draft-lens", *map(str, args.draft_lens)]
     command += ["--acceptance-length", str(args.acceptance_length), "--block-size", str(args.block_size)]
-    command += ["--device", args.device, *load_command(args), "--rates", *map(str, [*args.rates, *rates])]
+    command += ["--device", args.device, "--target-weights", args.target_weights, *load_command(args), "--rates", *map(str, [*args.rates, *rates])]
     if args.programs:
         command += ["--programs", args.programs]
     if workload == "smol":
