@@ -194,7 +194,8 @@ def run_ours(args: argparse.Namespace, workload: str, scratch: Path, rates: list
     out = scratch / f"ours-{workload}.json"
     command = [sys.executable, __file__, str(out), "--side", workload, "--draft-lens", *map(str, args.draft_lens)]
     command += ["--acceptance-length", str(args.acceptance_length), "--block-size", str(args.block_size)]
-    command += ["--device", args.device, "--target-weights", args.target_weights, *load_command(args), "--rates", *map(str, [*args.rates, *rates])]
+    command += ["--device", args.device, "--target-weights", args.target_weights, *load_command(args)]
+    command += ["--rates", *map(str, [*args.rates, *rates])]
     if args.programs:
         command += ["--programs", args.programs]
     if workload == "smol":
