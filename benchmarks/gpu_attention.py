@@ -1,9 +1,10 @@
-"""Decode attention kernels on a GPU by shape: the cuts of the split-KV kernel, flash-attn, and the bytes they move.
+"""Decode attention kernels on a GPU by shape: the split-KV kernels and their cuts, flash-attn, and the bytes they move.
 
     python benchmarks/gpu_attention.py --seconds 80 --out gpu_attention.json
 
 Every call of a graph reads another cache, so that K and V come from memory and not from L2. `engine.attention
-.cuda_choice` is filled from the results: `chosen` marks what it takes now, `best` the fastest.
+.cuda_choice` is filled from the results: `chosen` marks what it takes now, `best` the fastest. `bulk` is the kernel fed
+by the tensor copy engine.
 """
 
 import argparse
@@ -13,15 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_timing import READ_BYTES_PER_S, compile_in_parallel, graph_us, part_of, write
 
 from engine.attention import flash
 from engine.attention.context import AttentionGroup
-from engine.attention.cuda_choice import DecodeCut, decode_cut
+from engine.attention.cuda_choice import BulkCut, DecodeCut, bulk_cut, decode_cut
 from engine.attention.cuda_paged import num_multiprocessors
-from engine.kernels.available import dependent_launch
+from engine.kernels.available import copy_engine, dependent_launch
 from engine.kernels.decode_attention import Workspace, decode_attention, row_tiles
 
 MODELS = {"smollm2": (9, 3, 64), "qwen3-8b": (32, 8, 128)}  # heads, KV heads, head size
@@ -48,7 +50,7 @@ class Shape:
 def shapes() -> Iterator[Shape]:
     """The most telling ones first: time may end before they do."""
     for context, sequences, (model, page) in itertools.product(
-        (1024, 256, 4096, 16384), (1, 8, 32, 128), itertools.product(MODELS, (16, 128))
+        (1024, 256, 4096, 16384, 32000), (1, 8, 32, 128), itertools.product(MODELS, (16, 128))
     ):
         for queries in (16, 1) if context != 1024 else (16, 8, 4, 1):
             shape = Shape(model=model, page=page, sequences=sequences, queries=queries, context=context)
@@ -56,21 +58,26 @@ def shapes() -> Iterator[Shape]:
                 yield shape
 
 
-def cuts(shape: Shape) -> dict[str, DecodeCut]:
+def cuts(shape: Shape) -> dict[str, DecodeCut | BulkCut]:
     """The choice of `cuda_choice` and others around it."""
     h, g, D = MODELS[shape.model]
     pages = -(-(shape.context + shape.queries) // shape.page)
     length = pages * shape.page
-    chosen = decode_cut(
-        sequences=shape.sequences,
-        queries=shape.queries,
-        group=h // g,
-        kv_heads=g,
-        head_dim=D,
-        max_kv_len=length,
-        num_sms=num_multiprocessors(torch.device("cuda")),
-    )
-    found = {"chosen": chosen}
+    common = {
+        "sequences": shape.sequences,
+        "queries": shape.queries,
+        "group": h // g,
+        "kv_heads": g,
+        "head_dim": D,
+        "num_sms": num_multiprocessors(torch.device("cuda")),
+    }
+    chosen = decode_cut(**common, max_kv_len=length)
+    bulk = bulk_cut(**common, block_size=shape.page) if copy_engine() else None
+    found: dict[str, DecodeCut | BulkCut] = {"chosen": bulk or chosen}
+    if bulk is not None:
+        found["split-KV"] = chosen
+        found["bulk 4 stages"] = replace(bulk, num_stages=4)
+        found["bulk 32 positions"] = replace(bulk, positions=32, num_stages=2 * bulk.num_stages)
     for splits in (1, 2, 4, 8, 16, 64):
         if splits <= -(-length // 64) and shape.sequences * g * splits <= 2048:
             found[f"{splits} splits"] = replace(chosen, num_splits=splits)
@@ -81,7 +88,7 @@ def cuts(shape: Shape) -> dict[str, DecodeCut]:
     return found
 
 
-def calls_of(shape: Shape, cut: DecodeCut | None) -> list[Callable[[], object]]:
+def calls_of(shape: Shape, cut: DecodeCut | BulkCut | None) -> list[Callable[[], object]]:
     """One call per cold cache; cut None: flash-attn."""
     h, g, D = MODELS[shape.model]
     R, Q = shape.sequences, shape.queries
@@ -106,23 +113,25 @@ def calls_of(shape: Shape, cut: DecodeCut | None) -> list[Callable[[], object]]:
     if cut is None:
         return [lambda kv=kv: flash.flash_attention(q, kv[0], kv[1], group, out) for kv in caches]  # type: ignore[misc]
     units = R * g * row_tiles(Q, h // g, cut.rows)
-    workspace = Workspace.create(units, cut, D, q.device) if cut.num_splits > 1 else None
+    split = isinstance(cut, BulkCut) or cut.num_splits > 1
+    shared: dict[str, Any] = {
+        "q_len": Q,
+        "q_start_R": group.q_start_R,
+        "kv_len_R": group.kv_len_R,
+        "block_table_RB": table,
+        "causal": True,
+        "cut": cut,
+        "workspace": Workspace.create(units, cut, D, q.device) if split else None,
+        "pdl": dependent_launch(),
+    }
+    attend: Callable[..., None] = decode_attention
+    if isinstance(cut, BulkCut):
+        from engine.kernels.bulk_attention import bulk_attention
+
+        attend = bulk_attention
 
     def call(kv: torch.Tensor) -> Callable[[], object]:
-        return lambda: decode_attention(
-            q,
-            kv[0],
-            kv[1],
-            out,
-            q_len=Q,
-            q_start_R=group.q_start_R,
-            kv_len_R=group.kv_len_R,
-            block_table_RB=table,
-            causal=True,
-            cut=cut,
-            workspace=workspace,
-            pdl=dependent_launch(),
-        )
+        return lambda: attend(q, kv[0], kv[1], out, **shared)
 
     return [call(kv) for kv in caches]
 

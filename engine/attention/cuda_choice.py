@@ -9,6 +9,7 @@ from dataclasses import dataclass
 MAX_DECODE_QUERIES = 32  # uniform groups of at most so many queries take the split-KV kernel, at any batch size
 _TILE_ROWS = (16, 32, 64, 128)
 _MOST_SPLITS = 128
+UNIT = 16  # positions that a copy of the tensor copy engine brings: pages are multiples of it
 _SHORT_KV_LEN = 8192  # between 4,096 positions, where short tiles gain, and 16,384, where they lose
 
 
@@ -22,6 +23,16 @@ class DecodeCut:
     min_tiles: int = 1
     num_warps: int = 4
     num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BulkCut:
+    """Of the kernel fed by the tensor copy engine. num_splits: programs of a KV head; positions, rows: of a tile."""
+
+    num_splits: int
+    positions: int = 64
+    num_stages: int = 4
+    rows: int = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +72,21 @@ def decode_cut(
         num_warps=8 if rows == 128 else 4,
         num_stages=4 if short else 3,
     )
+
+
+def bulk_cut(
+    *, sequences: int, queries: int, group: int, kv_heads: int, head_dim: int, block_size: int, num_sms: int
+) -> BulkCut | None:
+    """How the kernel with the tensor copy engine cuts R sequences; None where it has no form, or was not seen to gain.
+
+    A program for each SM. With one program for each head and nothing split it loses to the other kernel; many sequences
+    of few queries were not measured.
+    """
+    packed = queries * group
+    num_splits = num_sms // (sequences * kv_heads)
+    if packed > 64 or head_dim != 128 or block_size % UNIT or num_splits < 2 or (sequences > 1 and packed <= 32):
+        return None
+    return BulkCut(num_splits=num_splits)
 
 
 def ragged_cut(*, rows: int, group: int, kv_heads: int, num_sms: int) -> RaggedCut:

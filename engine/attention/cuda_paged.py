@@ -17,12 +17,14 @@ from engine.attention import flash
 from engine.attention.context import AttentionContext, AttentionGroup
 from engine.attention.cuda_choice import (
     MAX_DECODE_QUERIES,
+    BulkCut,
     DecodeCut,
+    bulk_cut,
     decode_cut,
     ragged_cut,
 )
 from engine.attention.reference import paged_attention
-from engine.kernels.available import KERNEL_DTYPES, dependent_launch, interpreted, unavailable_reason
+from engine.kernels.available import KERNEL_DTYPES, copy_engine, dependent_launch, interpreted, unavailable_reason
 from engine.layers.upload import upload
 
 _MIN_BLOCK = 16
@@ -68,49 +70,62 @@ def _group_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: Att
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DecodePlan:
-    """workspace: of `engine.kernels.decode_attention`; None at one split."""
+    """workspace: of `engine.kernels.decode_attention`; None at one split of a `DecodeCut`."""
 
-    cut: DecodeCut
+    cut: DecodeCut | BulkCut
     workspace: Any
 
 
 def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
-    from engine.kernels.attention_scan import AttentionOptions
-    from engine.kernels.decode_attention import Workspace, decode_attention, row_tiles
-
     _, h, D = q_nhD.shape
-    g, R, queries = k_cache.shape[2], len(group.q_lens), group.q_lens[0]
+    g = k_cache.shape[2]
     key = (_decode, h, g, D)
     plan = group.cache.get(key)
     if plan is None:
-        cut = decode_cut(
-            sequences=R,
-            queries=queries,
-            group=h // g,
-            kv_heads=g,
-            head_dim=D,
-            max_kv_len=group.max_kv_len,
-            num_sms=num_multiprocessors(q_nhD.device),
-        )
-        units = R * g * row_tiles(queries, h // g, cut.rows)
-        workspace = Workspace.create(units, cut, D, q_nhD.device) if cut.num_splits > 1 else None
-        plan = group.cache[key] = _DecodePlan(cut=cut, workspace=workspace)
+        plan = group.cache[key] = _decode_plan(q_nhD, k_cache, group)
     assert isinstance(plan, _DecodePlan)
-    decode_attention(
-        q_nhD,
-        k_cache,
-        v_cache,
-        out_nE,
-        q_len=queries,
-        q_start_R=group.q_start_R,
-        kv_len_R=group.kv_len_R,
-        block_table_RB=group.block_table_RB,
-        causal=group.causal,
-        cut=plan.cut,
-        workspace=plan.workspace,
-        options=AttentionOptions(window=group.window),
-        pdl=dependent_launch(),
-    )
+    shared: dict[str, Any] = {
+        "q_len": group.q_lens[0],
+        "q_start_R": group.q_start_R,
+        "kv_len_R": group.kv_len_R,
+        "block_table_RB": group.block_table_RB,
+        "causal": group.causal,
+        "workspace": plan.workspace,
+        "pdl": dependent_launch(),
+    }
+    if isinstance(plan.cut, BulkCut):
+        from engine.kernels.bulk_attention import bulk_attention
+
+        bulk_attention(q_nhD, k_cache, v_cache, out_nE, cut=plan.cut, **shared)
+        return
+    from engine.kernels.attention_scan import AttentionOptions
+    from engine.kernels.decode_attention import decode_attention
+
+    options = AttentionOptions(window=group.window)
+    decode_attention(q_nhD, k_cache, v_cache, out_nE, cut=plan.cut, options=options, **shared)
+
+
+def _decode_plan(q_nhD: Tensor, k_cache: Tensor, group: AttentionGroup) -> _DecodePlan:
+    from engine.kernels.decode_attention import Workspace, row_tiles
+
+    _, h, D = q_nhD.shape
+    block_size, g = k_cache.shape[1:3]
+    shape: dict[str, int] = {
+        "sequences": len(group.q_lens),
+        "queries": group.q_lens[0],
+        "group": h // g,
+        "kv_heads": g,
+        "head_dim": D,
+        "num_sms": num_multiprocessors(q_nhD.device),
+    }
+    cut: DecodeCut | BulkCut | None = None
+    if q_nhD.dtype == torch.bfloat16 and group.window is None and q_nhD.is_cuda and copy_engine():
+        cut = bulk_cut(**shape, block_size=block_size)
+    if cut is None:
+        cut = decode_cut(**shape, max_kv_len=group.max_kv_len)
+    units = len(group.q_lens) * g * row_tiles(group.q_lens[0], h // g, cut.rows)
+    split = isinstance(cut, BulkCut) or cut.num_splits > 1
+    return _DecodePlan(cut=cut, workspace=Workspace.create(units, cut, D, q_nhD.device) if split else None)
 
 
 def _ragged(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:

@@ -51,6 +51,12 @@ def dependent_launch() -> bool:
 
 
 @functools.cache
+def copy_engine() -> bool:
+    """Whether kernels may be fed by the tensor copy engine: written for SM90 alone."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@functools.cache
 def shared_bytes() -> int:
     """Shared memory that a program may have on this machine's GPU, without what Triton keeps; SM90's without a GPU."""
     if not torch.cuda.is_available():

@@ -1,13 +1,19 @@
 """Split-KV decode attention of few large heads on SM90, with K and V brought by the tensor copy engine.
 
-The work is dealt as in `engine.kernels.decode_attention`, whose merge follows, but one warp only asks for pages, as
-many tiles ahead as shared memory holds, and four only compute.
+One warp only asks for K and V, as many tiles ahead as shared memory has room for, and four only compute: memory is read
+without a pause. The parts that the splits leave are merged as those of `engine.kernels.decode_attention`.
 
-Shapes: R sequences, Q queries of each, g KV heads, G query heads of each, D head size, S splits, B table columns.
+Units of 16 positions go to the splits in turn, so which split a position belongs to follows from the position alone,
+and so do a query's bits: of a tile that it does not see, or sees in part, masked positions add exact zeros.
+
+With `pdl` it does not wait for the kernel before it until it needs the queries or a unit that holds one of their
+positions: see `bulk_attention` for what that kernel must not write.
+
+Shapes: R sequences, Q queries of each, h heads, g KV heads, G = h / g, D head size, S splits, B table columns.
 """
 
-import triton
-import triton.language as tl
+import math
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,44 +27,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-HALF = gl.constexpr(64)  # columns of a copy: 128 bytes, the width of the swizzle
-NEVER = gl.constexpr(-1e30)  # a maximum below every score: subtracting it from minus infinity is no NaN
+from engine.attention.cuda_choice import UNIT, BulkCut
+from engine.kernels.attention_scan import check_layout
+from engine.kernels.decode_attention import Workspace, merge_splits
+
+_UNIT = gl.constexpr(UNIT)
+_HALF = gl.constexpr(64)  # columns of a copy: 128 bytes, the width of the swizzle
+_NEVER = gl.constexpr(-1e30)  # below every score, and minus infinity less this is no NaN
+_MAX_REGISTERS = 128  # of a thread at launch, so that the next kernel's programs fit beside; warps then trade them
+_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.jit
-def _rows_of_tile(table_ptr, first_page, num_splits, columns, PAGE: gl.constexpr, PAGES: gl.constexpr):
+def _rows_of_tile(table_ptr, first_unit, num_splits, columns, PAGE: gl.constexpr, UNITS: gl.constexpr):
+    """First row in the cache of each unit of a tile; past the table's end some row that exists."""
+    PER_PAGE: gl.constexpr = PAGE // _UNIT
     rows = ()
-    for page in gl.static_range(PAGES):
-        at = gl.minimum(first_page + page * num_splits, columns - 1)
-        rows = rows + (gl.load(table_ptr + at).to(gl.int32) * PAGE,)  # noqa: RUF005
+    for i in gl.static_range(UNITS):
+        unit = first_unit + i * num_splits
+        page = gl.minimum(unit // PER_PAGE, columns - 1)
+        block = gl.load(table_ptr + page, volatile=True).to(gl.int32)
+        rows = rows + (block * PAGE + unit % PER_PAGE * _UNIT,)  # noqa: RUF005
     return rows
 
 
 @gluon.jit
-def _ask(desc, rows, column, pages, first, full, left, PAGE: gl.constexpr, PAGES: gl.constexpr, D: gl.constexpr):
-    HALVES: gl.constexpr = D // HALF
-    for page in gl.static_range(PAGES):
-        if page + 1 < PAGES:
-            mbarrier.expect(full, (page + 1) * PAGE * D * 2, pred=left == page + 1)
-        else:
-            mbarrier.expect(full, (page + 1) * PAGE * D * 2, pred=left >= page + 1)
-    for page in gl.static_range(PAGES):
+def _ask(desc, rows, column, units, first, full, left, UNITS: gl.constexpr, D: gl.constexpr):
+    """Brings the first `left` units of a tile to units[first ..]."""
+    HALVES: gl.constexpr = D // _HALF
+    UNIT_BYTES: gl.constexpr = _UNIT * D * 2
+    for i in gl.static_range(UNITS - 1):
+        mbarrier.expect(full, (i + 1) * UNIT_BYTES, pred=left == i + 1)
+    mbarrier.expect(full, UNITS * UNIT_BYTES, pred=left >= UNITS)
+    for i in gl.static_range(UNITS):
         for half in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(
-                desc,
-                [rows[page], column + half * HALF],
-                full,
-                pages.index(first + half * PAGES + page),
-                pred=left > page,
-            )
+            at = [rows[i], column + half * _HALF]
+            tma.async_copy_global_to_shared(desc, at, full, units.index(first + half * UNITS + i), pred=left > i)
 
 
 @gluon.jit
 def _bring(
     k_desc,
     v_desc,
-    k_pages,
-    v_pages,
+    k_units,
+    v_units,
     k_full,
     v_full,
     empty,
@@ -66,31 +78,29 @@ def _bring(
     rows,
     columns,
     column,
+    start,
     split,
     num_splits,
-    num_pages,
-    BN: gl.constexpr,
-    D: gl.constexpr,
+    left,
     PAGE: gl.constexpr,
+    UNITS: gl.constexpr,
+    D: gl.constexpr,
     STAGES: gl.constexpr,
-    KEYS: gl.constexpr,
-    VALUES: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    PAGES: gl.constexpr = BN // PAGE
-    HALVES: gl.constexpr = D // HALF
-    left = (num_pages - split + num_splits - 1) // num_splits
-    page = split
-    for tile in range((left + PAGES - 1) // PAGES):
+    """Brings a split's `left` units of one head, tile by tile. rows: of its first tile."""
+    unit = split
+    for tile in range((left + UNITS - 1) // UNITS):
         stage = tile % STAGES
+        if PDL and (unit + (UNITS - 1) * num_splits + 1) * _UNIT > start:
+            gdc_wait()  # the kernel before writes positions from start on
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        first = stage * HALVES * PAGES
-        if KEYS:
-            _ask(k_desc, rows, column, k_pages, first, k_full.index(stage), left, PAGE, PAGES, D)
-        if VALUES:
-            _ask(v_desc, rows, column, v_pages, first, v_full.index(stage), left, PAGE, PAGES, D)
-        page += PAGES * num_splits
-        rows = _rows_of_tile(table_ptr, page, num_splits, columns, PAGE, PAGES)
-        left -= PAGES
+        first = stage * UNITS * (D // _HALF)
+        _ask(k_desc, rows, column, k_units, first, k_full.index(stage), left, UNITS, D)
+        _ask(v_desc, rows, column, v_units, first, v_full.index(stage), left, UNITS, D)
+        unit += UNITS * num_splits
+        rows = _rows_of_tile(table_ptr, unit, num_splits, columns, PAGE, UNITS)
+        left -= UNITS
 
 
 @gluon.jit
@@ -109,30 +119,32 @@ def _attend(
     start,
     kv_len,
     longest,
-    unit,
+    head_of_all,
     sequence,
     kv_head,
     split,
     num_splits,
-    num_pages,
+    left,
     Q,
     G: gl.constexpr,
     D: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
-    PAGE: gl.constexpr,
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
-    IDLE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    PAGES: gl.constexpr = BN // PAGE
+    """Leaves maximum, sum and weighted values of a split's `left` units. longest: the positions of all rows."""
+    UNITS: gl.constexpr = BN // _UNIT
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     VALUE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, VALUE, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
 
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     m = gl.arange(0, BM, gl.SliceLayout(1, WIDE))
     d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
     at = (sequence * Q + m // G) * q_row_stride + (kv_head * G + m % G) * D
@@ -141,46 +153,26 @@ def _attend(
     gl.thread_barrier()
 
     row = gl.arange(0, BM, ROW)
-    position = start + row // G
-    # First position that some row may not see.
-    sure = kv_len
     seen = gl.zeros([BM], gl.int32, ROW) + kv_len
+    seen_by_all = kv_len
     if CAUSAL:
-        sure = gl.minimum(start + 1, kv_len)
-        seen = gl.minimum(position + 1, kv_len)
+        seen = gl.minimum(start + row // G + 1, kv_len)
+        seen_by_all = gl.minimum(start + 1, kv_len)
     factor = scale * 1.4426950408889634
     nothing = gl.zeros([BM, BN], gl.float32, SCORE)
-    best = gl.full([BM], NEVER, gl.float32, ROW)
+    best = gl.full([BM], _NEVER, gl.float32, ROW)
     total = gl.zeros([BM], gl.float32, ROW)
     values = gl.zeros([BM, D], gl.float32, VALUE)
-    my_pages = (num_pages - split + num_splits - 1) // num_splits
-    my_tiles = (my_pages + PAGES - 1) // PAGES
-    if AHEAD:
-        mbarrier.wait(k_full.index(0), 0)
-        score = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        score = warpgroup_mma_wait(0, deps=(score,))
-    if IDLE:
-        for tile in range(my_tiles):
-            mbarrier.wait(k_full.index(tile % STAGES), (tile // STAGES) & 1)
-            mbarrier.wait(v_full.index(tile % STAGES), (tile // STAGES) & 1)
-            gl.thread_barrier()
-            mbarrier.arrive(empty.index(tile % STAGES), count=1)
-        my_tiles = 0
-    for tile in range(my_tiles):
+    for tile in range((left + UNITS - 1) // UNITS):
         stage = tile % STAGES
         phase = (tile // STAGES) & 1
-        end = (split + (tile * PAGES + PAGES - 1) * num_splits + 1) * PAGE
-        if AHEAD:
-            later = (tile + 1) % STAGES
-            mbarrier.wait(k_full.index(later), ((tile + 1) // STAGES) & 1, pred=tile + 1 < my_tiles)
-            coming = warpgroup_mma(q_tile, k_tiles.index(later).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        else:
-            mbarrier.wait(k_full.index(stage), phase)
-            score = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            score = warpgroup_mma_wait(0, deps=(score,))
-        if end > sure:
-            column = gl.arange(0, BN, gl.SliceLayout(0, SCORE))
-            place = (split + (tile * PAGES + column // PAGE) * num_splits) * PAGE + column % PAGE
+        end = (split + (tile * UNITS + UNITS - 1) * num_splits + 1) * _UNIT
+        mbarrier.wait(k_full.index(stage), phase)
+        score = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        score = warpgroup_mma_wait(0, deps=(score,))
+        if end > seen_by_all:
+            n = gl.arange(0, BN, gl.SliceLayout(0, SCORE))
+            place = (split + (tile * UNITS + n // _UNIT) * num_splits) * _UNIT + n % _UNIT
             score = gl.where(place[None, :] < seen[:, None], score, float("-inf"))
         new_best = gl.maximum(best, gl.max(score, 1) * factor)
         weight = gl.exp2(score * factor - new_best[:, None])
@@ -188,30 +180,27 @@ def _attend(
         total = total * fade + gl.sum(weight, 1)
         best = new_best
         values = values * gl.convert_layout(fade, gl.SliceLayout(1, VALUE))[:, None]
-        packed = gl.convert_layout(weight.to(gl.bfloat16), WEIGHT)
+        weight = gl.convert_layout(weight.to(gl.bfloat16), WEIGHT)
         mbarrier.wait(v_full.index(stage), phase)
         if end > longest:
-            # What lies past the length may be no number, and zero times that would be none.
-            at_row = gl.arange(0, BN, gl.SliceLayout(1, WIDE))
-            held_place = (split + (tile * PAGES + at_row // PAGE) * num_splits) * PAGE + at_row % PAGE
+            # What lies past the length, or was not brought, may be no number: zero times that would be none.
+            n = gl.arange(0, BN, gl.SliceLayout(1, WIDE))
+            place = (split + (tile * UNITS + n // _UNIT) * num_splits) * _UNIT + n % _UNIT
             held = v_tiles.index(stage).load(WIDE)
             gl.thread_barrier()
-            v_tiles.index(stage).store(gl.where((held_place < longest)[:, None], held, 0.0))
+            v_tiles.index(stage).store(gl.where((place < longest)[:, None], held, 0.0))
             fence_async_shared()
             gl.thread_barrier()
-        values = warpgroup_mma(packed, v_tiles.index(stage), values, is_async=True)
-        if AHEAD:
-            values, score = warpgroup_mma_wait(0, deps=(values, coming))
-        else:
-            values = warpgroup_mma_wait(0, deps=(values,))
+        values = warpgroup_mma(weight, v_tiles.index(stage), values, is_async=True)
+        values = warpgroup_mma_wait(0, deps=(values,))
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
-    part_at = (unit * num_splits + split) * BM
+    part_at = (head_of_all.to(gl.int64) * num_splits + split) * BM
     gl.store(stat_ptr + 2 * part_at + row, best)
     gl.store(stat_ptr + 2 * part_at + BM + row, total)
-    out_row = gl.arange(0, BM, gl.SliceLayout(1, VALUE))
-    out_d = gl.arange(0, D, gl.SliceLayout(0, VALUE))
-    gl.store(part_ptr + part_at * D + out_row[:, None] * D + out_d[None, :], values, mask=(out_row < Q * G)[:, None])
+    m = gl.arange(0, BM, gl.SliceLayout(1, VALUE))
+    d = gl.arange(0, D, gl.SliceLayout(0, VALUE))
+    gl.store(part_ptr + part_at * D + m[:, None] * D + d[None, :], values, mask=(m < Q * G)[:, None])
 
 
 @gluon.jit(do_not_specialize=["Q", "kv_heads", "num_splits", "columns"])
@@ -238,20 +227,17 @@ def _bulk_kernel(
     PAGE: gl.constexpr,
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
-    TWO: gl.constexpr,
-    IDLE: gl.constexpr,
+    SHARED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    PAGES: gl.constexpr = BN // PAGE
-    HALVES: gl.constexpr = D // HALF
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    UNITS: gl.constexpr = BN // _UNIT
+    HALVES: gl.constexpr = D // _HALF
     k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], SHARED)
     v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], SHARED)
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BM, D], SHARED)
-    # A tile lies as halves of 64 columns, each page after page: a copy is 16 rows of one half.
-    k_pages = k_tiles._reinterpret(gl.bfloat16, [STAGES * HALVES * PAGES, PAGE, HALF], SHARED)
-    v_pages = v_tiles._reinterpret(gl.bfloat16, [STAGES * HALVES * PAGES, PAGE, HALF], SHARED)
+    # A tile lies in halves of 64 columns, each unit after unit: a copy is one unit of one half.
+    k_units = k_tiles._reinterpret(gl.bfloat16, [STAGES * HALVES * UNITS, _UNIT, _HALF], SHARED)
+    v_units = v_tiles._reinterpret(gl.bfloat16, [STAGES * HALVES * UNITS, _UNIT, _HALF], SHARED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -260,229 +246,86 @@ def _bulk_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    unit, split = gl.program_id(0), gl.program_id(1)
-    sequence = unit // kv_heads
-    kv_head = unit % kv_heads
-    start = gl.load(start_ptr + sequence).to(gl.int32)
-    kv_len = gl.load(kv_len_ptr + sequence).to(gl.int32)
+    head_of_all, split = gl.program_id(0), gl.program_id(1)
+    sequence = head_of_all // kv_heads
+    kv_head = head_of_all % kv_heads
+    start = gl.load(start_ptr + sequence, volatile=True).to(gl.int32)
+    kv_len = gl.load(kv_len_ptr + sequence, volatile=True).to(gl.int32)
     table_ptr += sequence * table_stride
-    rows = _rows_of_tile(table_ptr, split, num_splits, columns, PAGE, PAGES)
+    rows = _rows_of_tile(table_ptr, split, num_splits, columns, PAGE, UNITS)  # at once: before the length is known
     longest = kv_len
     if CAUSAL:
         longest = gl.minimum(start + Q, kv_len)
-    num_pages = (longest + PAGE - 1) // PAGE
-    if split < num_pages:
-        if TWO:
-            gl.warp_specialize(
-                [
+    num_units = (longest + _UNIT - 1) // _UNIT
+    left = (num_units - split + num_splits - 1) // num_splits
+    if split < num_units:
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
                     (
-                        _attend,
-                        (
-                            k_tiles,
-                            v_tiles,
-                            q_tile,
-                            k_full,
-                            v_full,
-                            empty,
-                            q_ptr,
-                            part_ptr,
-                            stat_ptr,
-                            q_row_stride,
-                            scale,
-                            start,
-                            kv_len,
-                            longest,
-                            unit,
-                            sequence,
-                            kv_head,
-                            split,
-                            num_splits,
-                            num_pages,
-                            Q,
-                            G,
-                            D,
-                            BM,
-                            BN,
-                            PAGE,
-                            CAUSAL,
-                            STAGES,
-                            AHEAD,
-                            IDLE,
-                        ),
+                        k_tiles,
+                        v_tiles,
+                        q_tile,
+                        k_full,
+                        v_full,
+                        empty,
+                        q_ptr,
+                        part_ptr,
+                        stat_ptr,
+                        q_row_stride,
+                        scale,
+                        start,
+                        kv_len,
+                        longest,
+                        head_of_all,
+                        sequence,
+                        kv_head,
+                        split,
+                        num_splits,
+                        left,
+                        Q,
+                        G,
+                        D,
+                        BM,
+                        BN,
+                        CAUSAL,
+                        STAGES,
+                        PDL,
                     ),
+                ),
+                (
+                    _bring,
                     (
-                        _bring,
-                        (
-                            k_desc,
-                            v_desc,
-                            k_pages,
-                            v_pages,
-                            k_full,
-                            v_full,
-                            empty,
-                            table_ptr,
-                            rows,
-                            columns,
-                            kv_head * D,
-                            split,
-                            num_splits,
-                            num_pages,
-                            BN,
-                            D,
-                            PAGE,
-                            STAGES,
-                            True,
-                            False,
-                        ),
+                        k_desc,
+                        v_desc,
+                        k_units,
+                        v_units,
+                        k_full,
+                        v_full,
+                        empty,
+                        table_ptr,
+                        rows,
+                        columns,
+                        kv_head * D,
+                        start,
+                        split,
+                        num_splits,
+                        left,
+                        PAGE,
+                        UNITS,
+                        D,
+                        STAGES,
+                        PDL,
                     ),
-                    (
-                        _bring,
-                        (
-                            k_desc,
-                            v_desc,
-                            k_pages,
-                            v_pages,
-                            k_full,
-                            v_full,
-                            empty,
-                            table_ptr,
-                            rows,
-                            columns,
-                            kv_head * D,
-                            split,
-                            num_splits,
-                            num_pages,
-                            BN,
-                            D,
-                            PAGE,
-                            STAGES,
-                            False,
-                            True,
-                        ),
-                    ),
-                ],
-                [1, 1],
-                [40, 40],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (
-                        _attend,
-                        (
-                            k_tiles,
-                            v_tiles,
-                            q_tile,
-                            k_full,
-                            v_full,
-                            empty,
-                            q_ptr,
-                            part_ptr,
-                            stat_ptr,
-                            q_row_stride,
-                            scale,
-                            start,
-                            kv_len,
-                            longest,
-                            unit,
-                            sequence,
-                            kv_head,
-                            split,
-                            num_splits,
-                            num_pages,
-                            Q,
-                            G,
-                            D,
-                            BM,
-                            BN,
-                            PAGE,
-                            CAUSAL,
-                            STAGES,
-                            AHEAD,
-                            IDLE,
-                        ),
-                    ),
-                    (
-                        _bring,
-                        (
-                            k_desc,
-                            v_desc,
-                            k_pages,
-                            v_pages,
-                            k_full,
-                            v_full,
-                            empty,
-                            table_ptr,
-                            rows,
-                            columns,
-                            kv_head * D,
-                            split,
-                            num_splits,
-                            num_pages,
-                            BN,
-                            D,
-                            PAGE,
-                            STAGES,
-                            True,
-                            True,
-                        ),
-                    ),
-                ],
-                [1],
-                [40],
-            )
-
-
-@triton.jit(do_not_specialize=["Q", "kv_heads", "num_splits"])
-def _bulk_merge_kernel(
-    part_ptr,
-    stat_ptr,
-    out_ptr,
-    start_ptr,
-    kv_len_ptr,
-    out_row_stride,
-    kv_heads,
-    num_splits,
-    Q,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    SP: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program merges one (query, head) over all splits."""
-    if PDL and not EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    query_row, head = tl.program_id(0), tl.program_id(1)
-    sequence, query = query_row // Q, query_row % Q
-    row = query * G + head % G
-    unit = sequence * kv_heads + head // G
-    start = tl.load(start_ptr + sequence, volatile=EARLY).to(tl.int32)
-    kv_len = tl.load(kv_len_ptr + sequence, volatile=EARLY).to(tl.int32)
-    seen = kv_len
-    if CAUSAL:
-        seen = tl.minimum(start + query + 1, kv_len)
-    active = tl.minimum(tl.cdiv(seen, PAGE), num_splits)
-    s, d = tl.arange(0, SP), tl.arange(0, D)
-    used = s < active
-    at = (unit * num_splits + s) * BM
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    best = tl.load(stat_ptr + 2 * at + row, mask=used, other=-1e30)
-    total = tl.load(stat_ptr + 2 * at + BM + row, mask=used, other=0.0)
-    values = tl.load(part_ptr + (at + row)[:, None] * D + d[None, :], mask=used[:, None], other=0.0)
-    gain = tl.exp2(best - tl.max(best, 0))
-    whole = tl.sum(total * gain, 0)
-    mean = tl.sum(values * gain[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(out_ptr + query_row.to(tl.int64) * out_row_stride + head * D + d, mean.to(out_ptr.dtype.element_ty))
+                ),
+            ],
+            [1],
+            [40],
+        )
+    elif PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def bulk_attention(
@@ -496,121 +339,61 @@ def bulk_attention(
     kv_len_R: Tensor,
     block_table_RB: Tensor,
     causal: bool,
-    num_splits: int,
-    positions: int,
-    num_stages: int,
-    part: Tensor,
-    stat: Tensor,
-    pdl: bool,
-    max_registers: int = 128,
-    ahead: bool = False,
-    two: bool = False,
-    idle: bool = False,
-    early: bool = True,
-    merge_warps: int = 1,
+    cut: BulkCut,
+    workspace: Workspace,
+    pdl: bool = False,
 ) -> None:
-    """`bulk_splits` and the merge."""
-    bulk_splits(
-        q_NhD,
-        k_cache,
-        v_cache,
-        q_len=q_len,
-        q_start_R=q_start_R,
-        kv_len_R=kv_len_R,
-        block_table_RB=block_table_RB,
-        causal=causal,
-        num_splits=num_splits,
-        positions=positions,
-        num_stages=num_stages,
-        part=part,
-        stat=stat,
-        pdl=pdl,
-        max_registers=max_registers,
-        ahead=ahead,
-        two=two,
-        idle=idle,
-    )
-    N, h, D = q_NhD.shape
-    g = k_cache.shape[2]
-    _bulk_merge_kernel[(N, h)](
-        part,
-        stat,
-        out_NE,
-        q_start_R,
-        kv_len_R,
-        out_NE.stride(0),
-        g,
-        num_splits,
-        q_len,
-        G=h // g,
-        D=D,
-        BM=64,
-        SP=triton.next_power_of_2(num_splits),
-        PAGE=k_cache.shape[1],
-        CAUSAL=causal,
-        EARLY=early,
-        PDL=pdl,
-        num_warps=merge_warps,
-        launch_pdl=pdl,
-    )
+    """Writes the attention of R x q_len rows, sequence by sequence, into out_NE [N, h * D]. bfloat16.
 
-
-def bulk_splits(
-    q_NhD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    q_len: int,
-    q_start_R: Tensor,
-    kv_len_R: Tensor,
-    block_table_RB: Tensor,
-    causal: bool,
-    num_splits: int,
-    positions: int,
-    num_stages: int,
-    part: Tensor,
-    stat: Tensor,
-    pdl: bool,
-    max_registers: int = 128,
-    ahead: bool = False,
-    two: bool = False,
-    idle: bool = False,
-) -> None:
-    """Leaves the parts of every split for the merge of `engine.kernels.decode_attention`."""
+    See `engine.attention.context` for the other shapes. workspace: `Workspace.create` of the cut.
+    pdl: the kernel before writes no start, length or block table, and no K or V below a start. Those before that one
+    may: when it runs they have ended (`engine.kernels.device_ops`).
+    """
     _, h, D = q_NhD.shape
-    blocks, page, g, _ = k_cache.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    blocks, block_size, g, _ = k_cache.shape
+    check_layout(q_NhD, k_cache, v_cache, out_NE, block_table_RB)
+    assert q_len * (h // g) <= cut.rows
     descs = [
-        TensorDescriptor.from_tensor(cache.view(blocks * page, g * D), [page, 64], layout)
+        TensorDescriptor.from_tensor(cache.view(blocks * block_size, g * D), [UNIT, _HALF.value], _SHARED)
         for cache in (k_cache, v_cache)
     ]
-    _bulk_kernel[(block_table_RB.shape[0] * g, num_splits)](
+    _bulk_kernel[(block_table_RB.shape[0] * g, cut.num_splits)](
         q_NhD,
         *descs,
         block_table_RB,
         q_start_R,
         kv_len_R,
-        part,
-        stat,
+        workspace.part,
+        workspace.stat,
         q_NhD.stride(0),
         block_table_RB.stride(0),
-        D**-0.5,
+        1.0 / math.sqrt(D),
         g,
-        num_splits,
+        cut.num_splits,
         block_table_RB.shape[1],
         q_len,
         G=h // g,
         D=D,
-        BM=64,
-        BN=positions,
-        PAGE=page,
+        BM=cut.rows,
+        BN=cut.positions,
+        PAGE=block_size,
         CAUSAL=causal,
-        STAGES=num_stages,
-        AHEAD=ahead,
-        TWO=two,
-        IDLE=idle,
+        STAGES=cut.num_stages,
+        SHARED=_SHARED,
         PDL=pdl,
         num_warps=4,
-        maxnreg=max_registers,
+        maxnreg=_MAX_REGISTERS,
         launch_pdl=pdl,
+    )
+    merge_splits(
+        workspace,
+        out_NE,
+        q_len=q_len,
+        q_start_R=q_start_R,
+        kv_len_R=kv_len_R,
+        kv_heads=g,
+        head_dim=D,
+        causal=causal,
+        cut=cut,
+        pdl=pdl,
     )

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.cuda_choice import DecodeCut
+from engine.attention.cuda_choice import UNIT, BulkCut, DecodeCut
 from engine.kernels.attention_scan import (
     LOG2_E,
     PLAIN,
@@ -174,9 +174,13 @@ def _merge_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SINK: tl.constexpr,
+    IN_TURN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program merges one (query, head): its row of a tile of `_decode_kernel`, over all splits at once."""
+    """One program merges one (query, head): its row of a tile of rows, over all splits at once.
+
+    IN_TURN: tiles of BN positions went to the splits in turn, not in runs.
+    """
     begin(PDL)
     query_row, head = tl.program_id(0), tl.program_id(1)
     sequence, query = query_row // Q, query_row % Q
@@ -192,7 +196,10 @@ def _merge_kernel(
     if WINDOW > 0:
         first = tl.maximum(tl.minimum(start - WINDOW + 1, kv_len - 1), 0) // BN
     num_tiles = tl.maximum(tl.cdiv(seen, BN) - first, 1)
-    active = tl.cdiv(num_tiles, _tiles_of_a_split(num_tiles, num_splits, MIN_TILES))
+    if IN_TURN:
+        active = tl.minimum(num_tiles, num_splits)
+    else:
+        active = tl.cdiv(num_tiles, _tiles_of_a_split(num_tiles, num_splits, MIN_TILES))
     s, d = tl.arange(0, SP), tl.arange(0, DP)
     used = s < active
     base = unit.to(tl.int64) * num_splits
@@ -221,7 +228,7 @@ class Workspace:
     stat: Tensor
 
     @classmethod
-    def create(cls, units: int, cut: DecodeCut, head_dim: int, device: torch.device) -> "Workspace":
+    def create(cls, units: int, cut: DecodeCut | BulkCut, head_dim: int, device: torch.device) -> "Workspace":
         """For `units` = sequences x KV heads x row tiles."""
         cells = units * cut.num_splits * cut.rows
         return cls(
@@ -266,19 +273,6 @@ def decode_attention(
     assert split == (workspace is not None)
     nothing = out_NE  # a pointer nobody follows
     sink = nothing if options.sink_h is None else options.sink_h
-    common = {
-        "G": G,
-        "D": D,
-        "DP": padded_head(D),
-        "BM": cut.rows,
-        "BN": cut.positions,
-        "MIN_TILES": cut.min_tiles,
-        "CAUSAL": causal,
-        "WINDOW": options.window or 0,
-        "SINK": options.sink_h is not None,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-    }
     _decode_kernel[(R * g * m_tiles, cut.num_splits)](
         q_NhD,
         k_cache,
@@ -300,29 +294,82 @@ def decode_attention(
         m_tiles,
         cut.num_splits,
         q_len,
-        **common,
+        G=G,
+        D=D,
+        DP=padded_head(D),
+        BM=cut.rows,
+        BN=cut.positions,
         BLOCK_SIZE=block_size,
+        MIN_TILES=cut.min_tiles,
+        CAUSAL=causal,
+        WINDOW=options.window or 0,
         SOFT_CAP=options.soft_cap is not None,
+        SINK=options.sink_h is not None,
         SPLIT=split,
         PRECISION=precision(q_NhD.dtype),
         STAGES=cut.num_stages,
+        PDL=pdl,
         num_warps=cut.num_warps,
+        launch_pdl=pdl,
     )
-    if split:
-        assert workspace is not None
-        _merge_kernel[(N, h)](
-            workspace.part,
-            workspace.stat,
+    if workspace is not None:
+        merge_splits(
+            workspace,
             out_NE,
-            q_start_R,
-            kv_len_R,
-            sink,
-            out_NE.stride(0),
-            g,
-            m_tiles,
-            cut.num_splits,
-            q_len,
-            **common,
-            SP=triton.next_power_of_2(cut.num_splits),
-            num_warps=1 if cut.num_splits <= 16 else 4,
+            q_len=q_len,
+            q_start_R=q_start_R,
+            kv_len_R=kv_len_R,
+            kv_heads=g,
+            head_dim=D,
+            causal=causal,
+            cut=cut,
+            options=options,
+            pdl=pdl,
         )
+
+
+def merge_splits(
+    workspace: Workspace,
+    out_NE: Tensor,
+    *,
+    q_len: int,
+    q_start_R: Tensor,
+    kv_len_R: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    cut: DecodeCut | BulkCut,
+    options: AttentionOptions = PLAIN,
+    pdl: bool = False,
+) -> None:
+    """Writes what the parts in the workspace amount to. Launched right behind the kernel that left them."""
+    N, width = out_NE.shape
+    h = width // head_dim
+    positions, min_tiles = (UNIT, 1) if isinstance(cut, BulkCut) else (cut.positions, cut.min_tiles)
+    _merge_kernel[(N, h)](
+        workspace.part,
+        workspace.stat,
+        out_NE,
+        q_start_R,
+        kv_len_R,
+        out_NE if options.sink_h is None else options.sink_h,
+        out_NE.stride(0),
+        kv_heads,
+        row_tiles(q_len, h // kv_heads, cut.rows),
+        cut.num_splits,
+        q_len,
+        G=h // kv_heads,
+        D=head_dim,
+        DP=padded_head(head_dim),
+        BM=cut.rows,
+        BN=positions,
+        SP=triton.next_power_of_2(cut.num_splits),
+        MIN_TILES=min_tiles,
+        CAUSAL=causal,
+        WINDOW=options.window or 0,
+        SINK=options.sink_h is not None,
+        IN_TURN=isinstance(cut, BulkCut),
+        PDL=pdl,
+        num_warps=1 if cut.num_splits <= 16 else 4,
+        launch_pdl=pdl,
+    )

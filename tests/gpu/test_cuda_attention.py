@@ -24,6 +24,8 @@ def _contexts(large: bool) -> list[list[Problem]]:
         return [[decode, chunk]]
     return [
         [replace(decode, starts=(1500, 40)), replace(chunk, q_lens=(700, 3), starts=(300, 0))],
+        [Problem(q_lens=(16,), starts=(1500,), h=32, g=8, D=128)],
+        [Problem(q_lens=(16,) * 2, starts=(1500, 90), short=(0, 6), h=32, g=8, D=128, causal=False)],
         [Problem(q_lens=(1,) * 40, starts=tuple(range(40)), h=32, g=8, D=128)],
         [Problem(q_lens=(16,) * 64, starts=tuple(range(100, 164)), h=32, g=8, D=128, causal=False)],
         [Problem(q_lens=(16,) * 64, starts=tuple(range(100, 164)), short=(3,) * 64, h=32, g=8, D=128)],
