@@ -9,6 +9,7 @@ from dataclasses import dataclass
 MAX_DECODE_QUERIES = 32  # uniform groups of at most so many queries take the split-KV kernel, at any batch size
 _TILE_ROWS = (16, 32, 64, 128)
 _MOST_SPLITS = 128
+_MOST_BULK_SPLITS = 32  # of few KV heads: the merge of more takes longer than they gain
 UNIT = 16  # positions that a copy of the tensor copy engine brings: pages are multiples of it
 _SHORT_KV_LEN = 8192  # between 4,096 positions, where short tiles gain, and 16,384, where they lose
 
@@ -83,7 +84,7 @@ def bulk_cut(
     of few queries were not measured.
     """
     packed = queries * group
-    num_splits = num_sms // (sequences * kv_heads)
+    num_splits = min(num_sms // (sequences * kv_heads), _MOST_BULK_SPLITS)
     if packed > 64 or head_dim != 128 or block_size % UNIT or num_splits < 2 or (sequences > 1 and packed <= 32):
         return None
     return BulkCut(num_splits=num_splits)

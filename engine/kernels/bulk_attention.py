@@ -14,6 +14,7 @@ Shapes: R sequences, Q queries of each, h heads, g KV heads, G = h / g, D head s
 
 import math
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -150,7 +151,7 @@ def _attend(
     at = (sequence * Q + m // G) * q_row_stride + (kv_head * G + m % G) * D
     q_tile.store(gl.load(q_ptr + at[:, None] + d[None, :], mask=(m < Q * G)[:, None], other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    tl.debug_barrier()
 
     row = gl.arange(0, BM, ROW)
     seen = gl.zeros([BM], gl.int32, ROW) + kv_len
@@ -187,13 +188,13 @@ def _attend(
             n = gl.arange(0, BN, gl.SliceLayout(1, WIDE))
             place = (split + (tile * UNITS + n // _UNIT) * num_splits) * _UNIT + n % _UNIT
             held = v_tiles.index(stage).load(WIDE)
-            gl.thread_barrier()
+            tl.debug_barrier()
             v_tiles.index(stage).store(gl.where((place < longest)[:, None], held, 0.0))
             fence_async_shared()
-            gl.thread_barrier()
+            tl.debug_barrier()
         values = warpgroup_mma(weight, v_tiles.index(stage), values, is_async=True)
         values = warpgroup_mma_wait(0, deps=(values,))
-        gl.thread_barrier()
+        tl.debug_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     part_at = (head_of_all.to(gl.int64) * num_splits + split) * BM
     gl.store(stat_ptr + 2 * part_at + row, best)
