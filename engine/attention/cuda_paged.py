@@ -1,4 +1,4 @@
-"""`VANILLA` attention on CUDA: split-KV decode in Triton, flash-attn or the Triton ragged kernel for prompts.
+"""`VANILLA` attention on CUDA: two split-KV kernels for decode, flash-attn or the Triton ragged kernel for prompts.
 
 Without Triton the torch reference runs, so the engine needs neither package. Everything derived from a group (tables,
 cuts, workspaces) is made at the step's first layer and kept in `group.cache`: a captured step makes it once. Nothing is
