@@ -236,9 +236,12 @@ class ControlState:
                 self._same_since = now
             weights = log.weights(self._clock.seconds)
             self._memory.changed(changed_at)
+        belief = self._memory.believe(self._clock.seconds, num_running=num_running)
+        if self._memory.starts_anew:
+            self._same_since = now
+        if changed_at is not None or self._memory.starts_anew:
             for replica in self.replicas.values():
                 replica.traffic.changed()
-        belief = self._memory.believe(self._clock.seconds, num_running=num_running)
         if self._memory.knows_enough:
             self.belief = belief
 

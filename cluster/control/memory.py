@@ -6,6 +6,10 @@ is used, unless another one has predicted the counts of seconds still to come cl
 faster than draft lengths can follow, that is a long one, which sees the average. A change that stands alone is no
 swing: behind it the first is used whatever the record says, which the change itself has spoilt for all.
 
+Where a few requests run, no change of traffic is sure enough to be detected from their counts at once. The first memory
+would then hold old traffic for ever. It is shown up by a short memory that keeps predicting better, if only a little:
+since that began the traffic is held to be another one, and the first memory starts there.
+
 Shapes: P seconds with traffic, M memories, W positions. Times are seconds on the traffic clock.
 """
 
@@ -22,6 +26,8 @@ _KEPT_S = 1280
 _ALONE_S = 40.0  # without another change before it: then a change is no swing
 _SAME_CHANGE_S = 6.0  # detections so close are of one change, whose place becomes clearer
 _BETTER = 0.01  # share of the loss by which a fading memory must be better
+_SHORT = slice(1, 3)  # memories that follow a change by themselves within a minute
+_SHOWN_UP = 0.005  # share of the loss that a short memory must have been ahead, for all before to be old traffic
 _BLOCK_S = 8.0  # counts of neighbouring seconds come from the same requests
 _ENOUGH_ROWS = 32.0  # at risk at the first position, for a belief that says anything
 
@@ -41,6 +47,7 @@ class Memory:
         self._changes: deque[float] = deque(maxlen=2)
         self._record = Record(1 + len(_HALF_LIVES_S))
         self.chosen = 0
+        self.starts_anew = False  # a short memory has just shown up the first one
         self.knows_enough = False  # the last belief comes from more than a few rows
 
     def widen(self, width: int) -> None:
@@ -93,6 +100,10 @@ class Memory:
         """The belief of the memory in use. There must be counts. num_running: requests now."""
         times_P, counts_P2W = np.array(self._times, dtype=np.float64), np.array(self._counts)
         self._judge_seconds(now)
+        old_until = self._record.overtaken_since(_SHORT, by=_SHOWN_UP)
+        self.starts_anew = old_until is not None
+        if old_until is not None:
+            self.changed(old_until)
         ages_P = now - times_P
         weights_MP = np.exp2(-ages_P / np.array([_SINCE_CHANGE_HALF_LIFE_S, *_HALF_LIVES_S])[:, None])
         is_since_P = times_P >= np.ceil(self._changed_at)  # the second in which it happened holds both kinds

@@ -9,10 +9,16 @@ _RECORD_HALF_LIFE_S = 60.0
 
 
 class Record:
-    """How well several beliefs predicted what came later; lower is better, and old proofs fade."""
+    """How well several beliefs predicted what came later; lower is better, and old proofs fade.
+
+    Beside the losses it keeps leads: what each belief has lost less than the first since it last was no better. A lead
+    is not held back by what a belief lost before, so it shows early that the first has gone stale.
+    """
 
     def __init__(self, num_beliefs: int) -> None:
         self.losses_M = np.zeros(num_beliefs)
+        self._leads_M = np.zeros(num_beliefs)
+        self._leading_since_M = np.zeros(num_beliefs)
         self._predictions: deque[tuple[float, np.ndarray]] = deque()
         self._judged_at = 0.0
 
@@ -33,7 +39,10 @@ class Record:
             return
         hazards_MW = np.clip(self._predictions[0][1], 0.005, 0.995)
         loss_M = -(np.log(hazards_MW) @ accepted_W + np.log1p(-hazards_MW) @ (at_risk_W - accepted_W))
-        self.losses_M = self.losses_M * 2.0 ** ((self._judged_at - time) / _RECORD_HALF_LIFE_S) + loss_M
+        fade = 2.0 ** ((self._judged_at - time) / _RECORD_HALF_LIFE_S)
+        self.losses_M = self.losses_M * fade + loss_M
+        self._leading_since_M[self._leads_M == 0.0] = time
+        self._leads_M = np.maximum(self._leads_M * fade + loss_M[0] - loss_M, 0.0)
         self._judged_at = time
 
     @property
@@ -44,6 +53,19 @@ class Record:
     def best(self) -> int:
         """The belief with the least loss; of equal ones the first."""
         return int(self.losses_M.argmin())
+
+    def overtaken_since(self, indices: slice, *, by: float) -> float | None:
+        """Since when one of these beliefs has known better than the first: its lead is this share of the first's loss.
+
+        None: none of them has. The first is then taken to start anew from what that belief knew: it is given the same
+        loss, and no lead stays.
+        """
+        index = int(np.arange(len(self._leads_M))[indices][self._leads_M[indices].argmax()])
+        if self._leads_M[index] <= by * self.losses_M[0]:
+            return None
+        self.losses_M[0] = self.losses_M[index]
+        self._leads_M[:] = 0.0
+        return float(self._leading_since_M[index]) - _AHEAD_S
 
     def is_better(self, index: int, *, by: float) -> bool:
         """Whether a belief has predicted better than the first, by this share of its loss."""
