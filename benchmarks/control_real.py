@@ -31,8 +31,8 @@ PROMPTS = {
     EASY: (
         "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30",
         "red green blue red green blue red green blue red green blue red green blue red green blue",
-        "a b c d e f g a b c d e f g a b c d e f g a b c d e f g a b c d e f g",
-        "All work and no play makes Jack a dull boy. All work and no play makes Jack a dull boy. All work and no play",
+        "0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1",
+        "31 32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50",
     ),
     HARD: (
         "Once upon a time in a town by the sea",

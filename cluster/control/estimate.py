@@ -33,6 +33,7 @@ _MISSED_REPORTS = 10  # after which a replica is forgotten
 _CHANGE_DEVIATIONS = 4.5
 _SETTLING_INTERVALS = 2.5  # of reports, after a change of traffic: those in between still tell of both kinds
 _GROUPS = 4  # of replicas, whose reports are told apart in the log
+_PIN_ENTRIES = 1024  # every controller and replica keeps them, and every reply tells them
 _LINE_KEPT_S = 600.0  # without a replica: one that returns goes on with its schedule and step times
 
 
@@ -173,6 +174,11 @@ class ControlState:
         if not math.isfinite(order.issued_at):
             raise ValueError(f"issued_at: must be a finite number of seconds, got {order.issued_at}")
         if order.mode == "pin":
+            if len(order.schedule) > _PIN_ENTRIES:
+                raise ValueError(
+                    f"schedule: a pin has at most {_PIN_ENTRIES} entries, got {len(order.schedule)}; name only the "
+                    "batch sizes up to which another draft length holds"
+                )
             for line in self.live_lines.values():
                 check_schedule(order.schedule, max_draft_len=line.draft_lens[-1])
         if self.order is not None and order.issued_at <= self.order.issued_at:
@@ -235,7 +241,7 @@ class ControlState:
                 self._settled_at = now + _SETTLING_INTERVALS * self.interval_s
                 self._same_since = now
             weights = log.weights(self._clock.seconds)
-            self._memory.changed(changed_at)
+            self._memory.changed(changed_at, now=self._clock.seconds)
         belief = self._memory.believe(self._clock.seconds, num_running=num_running)
         if self._memory.starts_anew:
             self._same_since = now

@@ -6,9 +6,9 @@ is used, unless another one has predicted the counts of seconds still to come cl
 faster than draft lengths can follow, that is a long one, which sees the average. A change that stands alone is no
 swing: behind it the first is used whatever the record says, which the change itself has spoilt for all.
 
-Where a few requests run, no change of traffic is sure enough to be detected from their counts at once. The first memory
-would then hold old traffic for ever. It is shown up by a short memory that keeps predicting better, if only a little:
-since that began the traffic is held to be another one, and the first memory starts there.
+Where a few requests run, no change of traffic is sure enough to be detected from their counts at once, and the first
+memory would hold the old traffic for minutes. A short one shows that it does, by predicting better for a while, if only
+by little. Then the first starts anew at the moment of the last minute before and after which the counts differ most.
 
 Shapes: P seconds with traffic, M memories, W positions. Times are seconds on the traffic clock.
 """
@@ -26,8 +26,11 @@ _KEPT_S = 1280
 _ALONE_S = 40.0  # without another change before it: then a change is no swing
 _SAME_CHANGE_S = 6.0  # detections so close are of one change, whose place becomes clearer
 _BETTER = 0.01  # share of the loss by which a fading memory must be better
-_SHORT = slice(1, 3)  # memories that follow a change by themselves within a minute
-_SHOWN_UP = 0.005  # share of the loss that a short memory must have been ahead, for all before to be old traffic
+_NUM_SHORT = 2  # fading memories that follow a change by themselves within a minute
+_OLDER = 3.0  # half-lives of such a one that the first must reach back: else it may be worse for being too short
+_AHEAD_BY_S = 0.8  # seconds of the first's loss that a short memory must be ahead, to show that the first is stale
+_AHEAD_BY_LEAST = 6.0  # the same, in units of log-likelihood: less may be chance
+_CHANGE_WITHIN_S = 60.0
 _BLOCK_S = 8.0  # counts of neighbouring seconds come from the same requests
 _ENOUGH_ROWS = 32.0  # at risk at the first position, for a belief that says anything
 
@@ -47,7 +50,7 @@ class Memory:
         self._changes: deque[float] = deque(maxlen=2)
         self._record = Record(1 + len(_HALF_LIVES_S))
         self.chosen = 0
-        self.starts_anew = False  # a short memory has just shown up the first one
+        self.starts_anew = False  # the first memory has just been found stale
         self.knows_enough = False  # the last belief comes from more than a few rows
 
     def widen(self, width: int) -> None:
@@ -84,9 +87,10 @@ class Memory:
         if origins is not None:
             self._origins[-1] += origins
 
-    def changed(self, time: float) -> None:
+    def changed(self, time: float, *, now: float) -> None:
         """The traffic was found to be another one since `time`."""
         self._changed_at = max(self._changed_at, time)
+        self._record.start_first_anew(now)
         if not self._changes or time - self._changes[-1] > _SAME_CHANGE_S:
             self._changes.append(time)
 
@@ -100,10 +104,7 @@ class Memory:
         """The belief of the memory in use. There must be counts. num_running: requests now."""
         times_P, counts_P2W = np.array(self._times, dtype=np.float64), np.array(self._counts)
         self._judge_seconds(now)
-        old_until = self._record.overtaken_since(_SHORT, by=_SHOWN_UP)
-        self.starts_anew = old_until is not None
-        if old_until is not None:
-            self.changed(old_until)
+        self._maybe_start_anew(now)
         ages_P = now - times_P
         weights_MP = np.exp2(-ages_P / np.array([_SINCE_CHANGE_HALF_LIFE_S, *_HALF_LIVES_S])[:, None])
         is_since_P = times_P >= np.ceil(self._changed_at)  # the second in which it happened holds both kinds
@@ -134,6 +135,29 @@ class Memory:
             origins=weights_P @ np.array(self._origins),
         )
 
+    def _maybe_start_anew(self, now: float) -> None:
+        """Drops what the first memory holds of other traffic, if a short one has shown that it does."""
+        reach_s = now - max(self._changed_at, self._times[0])
+        ahead = [
+            index
+            for index, half_life_s in enumerate(_HALF_LIVES_S[:_NUM_SHORT], 1)
+            if reach_s >= _OLDER * half_life_s
+            and self._record.is_ahead(index, by_s=_AHEAD_BY_S, at_least=_AHEAD_BY_LEAST)
+        ]
+        self.starts_anew = bool(ahead)
+        if ahead:
+            self.changed(self._likeliest_change(), now=now)
+            self._record.start_first_anew(now, like=ahead[0])
+
+    def _likeliest_change(self) -> float:
+        """The middle of the second, of the last minute, before and after which the counts differ most by likelihood."""
+        times_P = np.array(self._times)
+        first = int(np.searchsorted(times_P, max(times_P[-1] - _CHANGE_WITHIN_S, self._changed_at)))
+        first = min(first, len(times_P) - 2)
+        sums_P2W = np.cumsum(np.array(self._counts)[first:], axis=0)
+        likelihood_P = _likelihood(sums_P2W[:-1]) + _likelihood(sums_P2W[-1] - sums_P2W[:-1])
+        return float(times_P[first + 1 + int(np.argmax(likelihood_P))]) + 0.5  # it may hold both kinds
+
     def _judge_seconds(self, now: float) -> None:
         """Puts the seconds that are over on record."""
         first = self._num_seconds - len(self._times)
@@ -142,3 +166,10 @@ class Memory:
             at_risk_W, accepted_W = self._counts[number - first]
             self._record.judge(self._times[number - first] + 1.0, at_risk_W, accepted_W)
         self._num_judged = max(self._num_judged, num_over)
+
+
+def _likelihood(counts_P2W: np.ndarray) -> np.ndarray:
+    """Of each of some counts, its logarithm under the hazards that fit these best; [P]."""
+    at_risk_PW, accepted_PW = counts_P2W[:, 0], counts_P2W[:, 1]
+    hazards_PW = np.clip(smoothed_hazards(at_risk_PW, accepted_PW), 0.005, 0.995)
+    return (np.log(hazards_PW) * accepted_PW + np.log1p(-hazards_PW) * (at_risk_PW - accepted_PW)).sum(axis=1)

@@ -19,6 +19,8 @@ class Record:
         self.losses_M = np.zeros(num_beliefs)
         self._leads_M = np.zeros(num_beliefs)
         self._leading_since_M = np.zeros(num_beliefs)
+        self._meanwhile_M = np.zeros(num_beliefs)  # what the first lost in that time
+        self._first_is_from = -np.inf  # predictions made before are no longer the first belief's
         self._predictions: deque[tuple[float, np.ndarray]] = deque()
         self._judged_at = 0.0
 
@@ -41,8 +43,12 @@ class Record:
         loss_M = -(np.log(hazards_MW) @ accepted_W + np.log1p(-hazards_MW) @ (at_risk_W - accepted_W))
         fade = 2.0 ** ((self._judged_at - time) / _RECORD_HALF_LIFE_S)
         self.losses_M = self.losses_M * fade + loss_M
-        self._leading_since_M[self._leads_M == 0.0] = time
-        self._leads_M = np.maximum(self._leads_M * fade + loss_M[0] - loss_M, 0.0)
+        if self._predictions[0][0] >= self._first_is_from:
+            begins_M = self._leads_M == 0.0
+            self._leading_since_M[begins_M] = time
+            self._meanwhile_M[begins_M] = 0.0
+            self._meanwhile_M = self._meanwhile_M * fade + loss_M[0]
+            self._leads_M = np.maximum(self._leads_M * fade + loss_M[0] - loss_M, 0.0)
         self._judged_at = time
 
     @property
@@ -54,18 +60,21 @@ class Record:
         """The belief with the least loss; of equal ones the first."""
         return int(self.losses_M.argmin())
 
-    def overtaken_since(self, indices: slice, *, by: float) -> float | None:
-        """Since when one of these beliefs has known better than the first: its lead is this share of the first's loss.
+    def is_ahead(self, index: int, *, by_s: float, at_least: float) -> bool:
+        """Whether a belief has known better than the first lately.
 
-        None: none of them has. The first is then taken to start anew from what that belief knew: it is given the same
-        loss, and no lead stays.
+        Its lead is then more than what the first loses in `by_s` seconds, as fast as it did meanwhile, and `at_least`.
         """
-        index = int(np.arange(len(self._leads_M))[indices][self._leads_M[indices].argmax()])
-        if self._leads_M[index] <= by * self.losses_M[0]:
-            return None
-        self.losses_M[0] = self.losses_M[index]
+        seconds = self._judged_at - self._leading_since_M[index] + 1.0
+        return bool(self._leads_M[index] > max(by_s * self._meanwhile_M[index] / seconds, at_least))
+
+    def start_first_anew(self, now: float, *, like: int = 0) -> None:
+        """The first belief comes from other counts from now on. like: whose record it goes on with."""
+        self._first_is_from = now
         self._leads_M[:] = 0.0
-        return float(self._leading_since_M[index]) - _AHEAD_S
+        self.losses_M[0] = self.losses_M[like]
+        for _, hazards_MW in self._predictions:
+            hazards_MW[0] = hazards_MW[like]
 
     def is_better(self, index: int, *, by: float) -> bool:
         """Whether a belief has predicted better than the first, by this share of its loss."""

@@ -4,7 +4,9 @@ The steps are real ones, of requests made for it, planned by an `EngineCore` of 
 contexts are short, so the times are lower bounds; their proportions are what a controller needs.
 """
 
+import itertools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _WARM_STEPS = 1  # decode steps before those that count: memory is touched, code compiled
 _STEPS = 3
+_PASSES = 5  # over all pairs, each of them as long as under half of the budget is spent
 
 
 def measure_step_times(
@@ -31,8 +34,10 @@ def measure_step_times(
     context: int = 1,
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[StepTime, ...]:
-    """Mean seconds of a decode-only step by (bucket, K), as far as `budget_s` goes, the telling pairs first.
+    """Seconds of a decode-only step by (bucket, K), as far as `budget_s` goes, the telling pairs first.
 
+    A pair's is the median over several passes, so that what else a host does for a moment, such as start the next
+    replica, does not stick to the pair that was measured just then.
     context: tokens of each row's prompt. Pairs that do not fit into the cache or into one step are left out.
     The runner must be idle and is so afterwards; its cache holds nothing that a later request may reuse.
     """
@@ -43,17 +48,23 @@ def measure_step_times(
         runner=runner,
         broadcast=broadcast,
     )
-    deadline = now() + budget_s
+    start = now()
     pairs = list(_telling_first(config))
-    found: list[StepTime] = []
-    for number, (rows, draft_len) in enumerate(pairs):
-        if now() >= deadline:
-            logger.info("Step times: %d of %d pairs measured in %g s", number, len(pairs), budget_s)
+    versions = itertools.count(1)
+    seconds_of: dict[tuple[int, int], list[float]] = {}
+    for number, (rows, draft_len) in enumerate(_PASSES * pairs):
+        is_first_pass = number < len(pairs)
+        if now() - start >= (budget_s if is_first_pass else budget_s / 2):
+            if is_first_pass:
+                logger.info("Step times: %d of %d pairs measured in %g s", number, len(pairs), budget_s)
             break
-        seconds = _measure(core, config, rows, draft_len, version=number + 1, context=context)
+        seconds = _measure(core, config, rows, draft_len, version=next(versions), context=context)
         if seconds is not None:
-            found.append(StepTime(batch_bucket=rows, draft_len=draft_len, seconds=seconds))
-    return tuple(found)
+            seconds_of.setdefault((rows, draft_len), []).append(seconds)
+    return tuple(
+        StepTime(batch_bucket=rows, draft_len=draft_len, seconds=statistics.median(found))
+        for (rows, draft_len), found in seconds_of.items()
+    )
 
 
 def _telling_first(config: EngineConfig) -> Iterator[tuple[int, int]]:

@@ -299,6 +299,18 @@ def test_a_pin_and_a_freeze_hold_also_for_the_next_controller_until_released() -
         cluster.state.give(Order(mode="pin", issued_at=4.0, schedule={8: 9}), now=cluster.now)
 
 
+def test_a_pin_without_end_is_refused_and_changes_nothing() -> None:
+    cluster = Cluster(1)
+    cluster.run(5)
+    with pytest.raises(ValueError, match="schedule: a pin has at most 1024 entries, got 200000; name only"):
+        cluster.state.give(
+            Order(mode="pin", issued_at=1.0, schedule=dict.fromkeys(range(1, 200_001), 2)), now=cluster.now
+        )
+    assert cluster.state.held is None
+    cluster.state.give(Order(mode="pin", issued_at=1.0, schedule=dict.fromkeys(range(1, 1025), 2)), now=cluster.now)
+    assert cluster.state.held is not None
+
+
 def test_an_order_counts_though_the_operator_s_clock_is_behind_that_of_the_one_before() -> None:
     cluster = Cluster(2)
     cluster.run(5)

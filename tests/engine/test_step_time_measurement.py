@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 
+import msgspec
 import pytest
 
 from engine.core import EngineCore
@@ -66,6 +67,40 @@ def test_a_short_budget_measures_the_shortest_and_the_longest_drafts_of_every_bu
         (1, config.max_draft_len),
         (2, config.max_draft_len),
     ]
+
+
+class DisturbedRunner(TimedRunner):
+    """Somebody else has the host while the steps of one stretch run, all of some pairs' in one pass."""
+
+    def __init__(self, disturbed: range) -> None:
+        super().__init__()
+        self._disturbed = disturbed
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        return (
+            msgspec.structs.replace(result, duration_s=3 * result.duration_s)
+            if result.step_id in self._disturbed
+            else result
+        )
+
+
+@pytest.mark.parametrize("disturbed", [range(0), range(20, 60), range(200, 300)])
+def test_what_a_host_does_for_a_moment_does_not_stick_to_a_pair(disturbed: range) -> None:
+    config = make_config(max_num_seqs=2, max_model_len=200, num_blocks=400)
+    for entry in measure_step_times(config, DisturbedRunner(disturbed), budget_s=1e9):
+        assert entry.seconds == pytest.approx(0.01 + 0.001 * entry.batch_bucket * (1 + entry.draft_len))
+
+
+def test_more_passes_take_no_more_than_half_of_the_budget() -> None:
+    config = make_config(max_num_seqs=2, max_model_len=200, num_blocks=400)
+    num_pairs = 2 * len(config.draft_len_choices)
+    asked = []
+    for budget_s in (float(num_pairs), 1e9):  # the first pass takes as many ticks of the clock as there are pairs
+        ticks = itertools.count()
+        measure_step_times(config, TimedRunner(), budget_s=budget_s, now=lambda ticks=ticks: float(next(ticks)))
+        asked.append(next(ticks))
+    assert asked[0] <= num_pairs + 2 and asked[1] > 5 * num_pairs
 
 
 def test_pairs_that_cannot_run_are_left_out() -> None:
