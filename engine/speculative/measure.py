@@ -99,12 +99,13 @@ def _measure(
         except ValueError:  # longer than the cache
             return None
     warm: tuple[int, float] | None = None
-    found = (0, 0.0)
+    found = _decoded(core, rows, draft_len)  # in earlier passes
+    warm_at = found[0] + _WARM_STEPS
     for _ in range(num_steps):
-        if core.has_work() and found[0] < _WARM_STEPS + _STEPS:
+        if core.has_work() and found[0] < warm_at + _STEPS:
             core.step()
             found = _decoded(core, rows, draft_len)
-            if warm is None and found[0] >= _WARM_STEPS:
+            if warm is None and found[0] >= warm_at:
                 warm = found
     for number in range(rows):
         core.abort(str(number))
