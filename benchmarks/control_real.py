@@ -4,7 +4,8 @@
 
 Two replicas with --rows requests each, on the CPU. One by default: with two, on a processor without matrix units, one
 length is hardly faster than another. Phases in turn: prompts that make the model count and repeat, decoded
-greedily, and stories at temperature 1.5. Exits 1 unless K is higher in every easy phase than in every hard one, all
+greedily, and stories at temperature 1.5. `accepted` in the result is how often the first drafts of a phase were right,
+which tells the two kinds of text apart. Exits 1 unless K is higher in every easy phase than in every hard one, all
 replicas have acknowledged the controller's newest version, and every greedy output is the one that the same replica
 gave at a fixed K; float32, since in bfloat16 products of other shapes may round to other tokens.
 """
@@ -16,9 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from control_lab import ROOT, Replica, changes_in, run_program, start_replicas, stop_replicas
 
-from cluster.control.messages import SHADOW_TIME_SHARE
+from cluster.control.messages import SHADOW_TIME_SHARE, cell_counts
 from engine.config.decoding import DFlashDecodingConfig
 from engine.config.engine import EngineConfig
 from engine.config.resolve import resolve_engine_config
@@ -43,6 +45,7 @@ PROMPTS = {
 }
 STATIC_K = 3
 OUTPUT_TOKENS = 120
+POSITIONS = 4
 
 
 def make_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -93,6 +96,15 @@ class RealReplica(Replica):
         if request.params.temperature == 0.0:
             self._outputs.append((request.prompt_token_ids, token_ids))
 
+    async def drafts(self) -> list[tuple[int, int]]:
+        """(rows at risk, accepted) by position so far, of the first `POSITIONS`."""
+        sums = [[0] * POSITIONS, [0] * POSITIONS]
+        for cell in cell_counts(await self._client.counters()):
+            for into, counts in zip(sums, (cell.at_risk, cell.accepted), strict=True):
+                for position, count in enumerate(counts[:POSITIONS]):
+                    into[position] += count
+        return list(zip(*sums, strict=True))
+
     async def compared(self) -> tuple[int, int]:
         """(greedy outputs, those that differ from the one at a fixed K)."""
         return len(self._outputs), sum(self._expected[prompt] != token_ids for prompt, token_ids in self._outputs)
@@ -104,13 +116,17 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     phases: list[dict[str, Any]] = []
     for kind in (EASY, HARD) * arguments.rounds:
         began = max(await asyncio.gather(*[replica.load.remote(kind) for replica in replicas]))
+        before = np.array(await asyncio.gather(*[replica.drafts.remote() for replica in replicas]))
         await asyncio.sleep(arguments.phase_s)
         histories = await asyncio.gather(*[replica.history.remote() for replica in replicas])
+        after = np.array(await asyncio.gather(*[replica.drafts.remote() for replica in replicas]))
+        at_risk_P, accepted_P = (after - before).sum(axis=0).T
         seen = [changes_in(history, began, began + arguments.phase_s) for history in histories]
         schedules = [history[-1][2] for history in histories]
         phases.append(
             {
                 "kind": kind,
+                "accepted": (accepted_P / np.maximum(at_risk_P, 1)).round(2).tolist(),
                 "draft_lens": [schedule[min(b for b in schedule if b >= arguments.rows)] for schedule in schedules],
                 "schedules": schedules,
                 "versions": [history[-1][1] for history in histories],
