@@ -61,6 +61,17 @@ def test_the_simulator_foretells_the_live_run() -> None:
         assert abs(phase["simulated"] / phase["live"] - 1) <= 0.03
 
 
+def test_with_real_models_the_length_follows_the_text_and_greedy_output_stays() -> None:
+    record = result("control_real")
+    assert record["options"] == {"replicas": 2, "rows": 1, "phase_s": 60.0, "rounds": 2, "dtype": "float32"}
+    assert [phase["kind"] for phase in record["phases"]] == ["easy", "hard"] * 2
+    easy, hard = record["phases"][::2], record["phases"][1::2]
+    assert min(min(phase["accepted"]) for phase in easy) > max(max(phase["accepted"]) for phase in hard)
+    assert min(min(phase["draft_lens"]) for phase in easy) > max(max(phase["draft_lens"]) for phase in hard)
+    assert len(record["acknowledged"]) == 2 and all(version == target for version, target in record["acknowledged"])
+    assert record["greedy_outputs"] > 40 and record["greedy_outputs_that_differ"] == 0
+
+
 def test_a_thousand_replicas_cost_less_than_a_third_of_a_core() -> None:
     record = result("control_scale")
     assert record["replicas"] == 1000 and record["reports_per_s"] >= 240 and record["seconds"] >= 550
