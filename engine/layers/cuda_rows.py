@@ -11,13 +11,20 @@ from __future__ import annotations  # Linear imports this module, Scaled's impor
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from engine.kernels.available import KERNEL_DTYPES, dependent_launch, interpreted, shared_bytes, unavailable_reason
-from engine.kernels.gemm_choice import GemmCut, gemm_cut, head_cut
+from engine.kernels.available import (
+    KERNEL_DTYPES,
+    copy_engine,
+    dependent_launch,
+    interpreted,
+    shared_bytes,
+    unavailable_reason,
+)
+from engine.kernels.gemm_choice import GemmCut, StreamCut, gemm_cut, head_cut, stream_cut
 
 if TYPE_CHECKING:
     from engine.kernels.row_gemm import Scaled
@@ -73,6 +80,13 @@ class LayerWeights:
 def cut_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
     """`gemm_cut` of weights of a type, on this machine's GPU."""
     return gemm_cut(rows=rows, K=K, N=N, swiglu=swiglu, item_bytes=dtype.itemsize, shared_bytes=shared_bytes())
+
+
+def stream_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = False) -> StreamCut | None:
+    """`stream_cut` where this machine's GPU and the type have that kernel."""
+    if dtype != torch.bfloat16 or not copy_engine():
+        return None
+    return stream_cut(rows=rows, K=K, N=N, swiglu=swiglu)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +207,7 @@ class CudaRows:
         if cut is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        self._product(x.reshape(rows, K), weight, out, bias=bias, count=count)
+        self._triton_product(x.reshape(rows, K), weight, out, bias=bias, count=count)
         return out.view(*x.shape[:-1], N)
 
     def write_context(
@@ -320,31 +334,20 @@ class CudaRows:
         self._product(scaled, layer.gate_up, mixed, swiglu=True, count=layer.gate_up_count)
         return self._product(mixed, layer.down, out_NH, residual_MN=y_NH, next_norm=next_norm, count=layer.down_count)
 
-    def _product(
-        self,
-        x: Tensor | Scaled,
-        weight: Tensor,
-        out: Tensor,
-        *,
-        bias: Tensor | None = None,
-        swiglu: bool = False,
-        residual_MN: Tensor | None = None,
-        next_norm: tuple[Tensor, float] | None = None,
-        count: Tensor,
-    ) -> Scaled | None:
+    def _product(self, x: Tensor | Scaled, weight: Tensor, out: Tensor, **fused: Any) -> Scaled | None:
+        """A layer's product with what is fused into it: the arguments of `row_gemm` but for cut and pdl."""
+        swiglu = fused.get("swiglu", False)
+        cut = stream_of(weight.dtype, rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
+        if cut is None:
+            return self._triton_product(x, weight, out, **fused)
+        from engine.kernels.stream_gemm import stream_gemm
+
+        return stream_gemm(x, weight, out, cut=cut, pdl=self.pdl, **fused)
+
+    def _triton_product(self, x: Tensor | Scaled, weight: Tensor, out: Tensor, **fused: Any) -> Scaled | None:
         from engine.kernels.row_gemm import row_gemm
 
+        swiglu = fused.get("swiglu", False)
         cut = cut_of(weight.dtype, rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
         assert cut is not None
-        return row_gemm(
-            x,
-            weight,
-            out,
-            cut=cut,
-            count=count,
-            bias=bias,
-            swiglu=swiglu,
-            residual_MN=residual_MN,
-            next_norm=next_norm,
-            pdl=self.pdl,
-        )
+        return row_gemm(x, weight, out, cut=cut, pdl=self.pdl, **fused)

@@ -1,8 +1,10 @@
 """The cuts of few-row products fit the GPU they were measured on, whatever the shape."""
 
 import pytest
+import torch
 
-from engine.kernels.gemm_choice import GemmCut, gemm_cut
+import engine.layers.cuda_rows as cuda_rows
+from engine.kernels.gemm_choice import STREAM_ROWS, STREAM_TILE, GemmCut, StreamCut, gemm_cut, stream_cut
 
 SHARED_BYTES = 227 << 10  # that one program may take on SM90
 QWEN3_8B = [(4096, 6144, False), (4096, 4096, False), (4096, 12288, True), (12288, 4096, False)]
@@ -58,3 +60,48 @@ def test_which_layers_are_fused() -> None:
     assert all(gemm_cut(rows=256, K=K, N=N, swiglu=swiglu) for K, N, swiglu in SMOLLM2)
     assert gemm_cut(rows=16, K=576, N=1536, swiglu=True) == GemmCut(outputs=16, inputs=64)
     assert gemm_cut(rows=0, K=576, N=576) is None
+
+
+def test_which_products_the_copy_engine_feeds() -> None:
+    """Those of an 8B model's layers at up to 16 rows, as measured; the same at every such number of rows."""
+    measured = [
+        StreamCut(num_splits=1, units=1),
+        StreamCut(num_splits=2, units=1, staggered=True),
+        StreamCut(num_splits=1, units=3),
+        StreamCut(num_splits=2, units=1, staggered=True),
+    ]
+    for rows in (1, 8, 16):
+        assert [stream_cut(rows=rows, K=K, N=N, swiglu=swiglu) for K, N, swiglu in QWEN3_8B] == measured
+    assert not any(stream_cut(rows=17, K=K, N=N, swiglu=swiglu) for K, N, swiglu in QWEN3_8B)
+    assert not any(stream_cut(rows=16, K=K, N=N, swiglu=swiglu) for K, N, swiglu in SMOLLM2)
+    assert stream_cut(rows=16, K=4096, N=151936) is None  # more units than one program should take
+    assert stream_cut(rows=16, K=3584, N=3584) is None  # 112 programs would do, but K is no multiple of two splits
+
+
+def test_stream_cuts_cover_a_product_once() -> None:
+    found = 0
+    for K in range(2048, 16384, 128):
+        for N in range(512, 16384, 224):
+            for swiglu in (False, True):
+                cut = stream_cut(rows=16, K=K, N=N, swiglu=swiglu)
+                if cut is None:
+                    continue
+                found += 1
+                tiles = N * (2 if swiglu else 1) / STREAM_TILE
+                programs = tiles * cut.num_splits / cut.units
+                assert tiles == int(tiles), (K, N)
+                assert programs == int(programs), (K, N)
+                assert programs <= 132, (K, N)
+                assert K % (cut.inputs * cut.num_splits) == 0, (K, N)
+                assert cut.num_stages * cut.inputs * (STREAM_ROWS + STREAM_TILE) * 2 + 8192 <= SHARED_BYTES
+    assert found > 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_types_and_gpus_take_triton(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = dict(rows=16, K=4096, N=4096)
+    monkeypatch.setattr(cuda_rows, "copy_engine", lambda: True)
+    assert cuda_rows.stream_of(torch.bfloat16, **shape) == StreamCut(num_splits=2, units=1, staggered=True)
+    assert cuda_rows.stream_of(dtype, **shape) is None
+    monkeypatch.setattr(cuda_rows, "copy_engine", lambda: False)
+    assert cuda_rows.stream_of(torch.bfloat16, **shape) is None

@@ -1,0 +1,455 @@
+"""Matrix products of few rows on SM90, their weights brought by the tensor copy engine: what `row_gemm` computes.
+
+One warp only asks for weights and rows of x, as many steps ahead as shared memory has room for, and on from one unit of
+a program to the next; four only multiply. A unit is a share of the sum over K of one tile of 64 weight rows, units of a
+tile lie `num_tiles` apart. With `pdl` the first weights are asked for before the wait for the kernel before this one:
+what fills shared memory is on its way when that ends. Weights are never written while kernels run.
+
+A row's bits depend on that row alone: not on the others, their number, or timing.
+
+Shapes: M rows, K inputs, N outputs, P parts of a row's sum of squares.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.gemm_choice import STREAM_ROWS, STREAM_TILE, StreamCut
+from engine.kernels.row_gemm import Scaled
+
+_BOX = gl.constexpr(64)  # columns of a copy: 128 bytes, the width of the swizzle
+_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_MAX_REGISTERS = 128  # of a thread at launch, so that the next kernel's programs fit beside
+_TILE = gl.constexpr(STREAM_TILE)
+_BM = gl.constexpr(STREAM_ROWS)
+
+
+@gluon.jit
+def _bring(
+    w_desc,
+    x_desc,
+    w_units,
+    x_units,
+    w_full,
+    x_full,
+    empty,
+    first_unit,
+    num_tiles,
+    N,
+    STEPS: gl.constexpr,
+    UNITS: gl.constexpr,
+    BK: gl.constexpr,
+    HALVES: gl.constexpr,
+    STAGGERED: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Brings the STEPS steps of each of a program's UNITS units."""
+    AHEAD: gl.constexpr = min(STAGES, STEPS * UNITS)
+    for number in range(AHEAD):
+        _bring_weights(w_desc, w_units, w_full, number, first_unit, num_tiles, N, STEPS, BK, HALVES, STAGGERED, STAGES)
+    if PDL:
+        gdc_wait()
+    for number in range(STEPS * UNITS):
+        stage = number % STAGES
+        mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
+        if number >= AHEAD:
+            _bring_weights(
+                w_desc,
+                w_units,
+                w_full,
+                number,
+                first_unit,
+                num_tiles,
+                N,
+                STEPS,
+                BK,
+                HALVES,
+                STAGGERED,
+                STAGES,
+            )
+        unit = first_unit + number // STEPS
+        tile, split = unit % num_tiles, unit // num_tiles
+        column = (split * STEPS + _turned(number % STEPS, tile, STEPS, STAGGERED)) * BK
+        mbarrier.expect(x_full.index(stage), _BM * BK * 2)
+        for box in gl.static_range(BK // _BOX):
+            tma.async_copy_global_to_shared(
+                x_desc, [0, column + box * _BOX], x_full.index(stage), x_units.index(stage * (BK // _BOX) + box)
+            )
+
+
+@gluon.jit
+def _turned(step, tile, STEPS: gl.constexpr, STAGGERED: gl.constexpr):
+    if STAGGERED:
+        step = (step + tile * 5) % STEPS
+    return step
+
+
+@gluon.jit
+def _bring_weights(
+    w_desc,
+    w_units,
+    w_full,
+    number,
+    first_unit,
+    num_tiles,
+    N,
+    STEPS: gl.constexpr,
+    BK: gl.constexpr,
+    HALVES: gl.constexpr,
+    STAGGERED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    BOXES: gl.constexpr = BK // _BOX
+    HEIGHT: gl.constexpr = _TILE // HALVES
+    stage = number % STAGES
+    unit = first_unit + number // STEPS
+    tile, split = unit % num_tiles, unit // num_tiles
+    place = split * STEPS + _turned(number % STEPS, tile, STEPS, STAGGERED)
+    mbarrier.expect(w_full.index(stage), _TILE * BK * 2)
+    for box in gl.static_range(BOXES):
+        for half in gl.static_range(HALVES):
+            at = [tile * HEIGHT + half * N, place * BK + box * _BOX]
+            tma.async_copy_global_to_shared(
+                w_desc, at, w_full.index(stage), w_units.index((stage * BOXES + box) * HALVES + half)
+            )
+
+
+@gluon.jit
+def _rounded(x):
+    return x.to(gl.bfloat16).to(gl.float32)
+
+
+@gluon.jit
+def _multiply(
+    w_tiles,
+    x_tiles,
+    y_tile,
+    w_full,
+    x_full,
+    empty,
+    first_unit,
+    num_tiles,
+    bias_ptr,
+    squares_ptr,
+    residual_ptr,
+    out_ptr,
+    next_norm_ptr,
+    scaled_ptr,
+    squares_out_ptr,
+    part_ptr,
+    count_ptr,
+    M,
+    N,
+    num_parts,
+    residual_stride,
+    out_stride,
+    eps,
+    K: gl.constexpr,
+    STEPS: gl.constexpr,
+    UNITS: gl.constexpr,
+    PARTS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    NORM: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    OUT: gl.constexpr = _TILE // 2 if SWIGLU else _TILE
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BM, 16])
+    LONG: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    END: gl.constexpr = gl.BlockedLayout([4 if SWIGLU else 8, 1], [8, 4], [1, 4], [0, 1])
+    LIST: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    m = gl.arange(0, _BM, gl.SliceLayout(0, END))
+    real = m < M
+    factor = gl.full([_BM], 1.0, gl.float32, gl.SliceLayout(0, END))
+    if NORM:
+        row = gl.arange(0, _BM, gl.SliceLayout(1, LIST))
+        part = gl.arange(0, PARTS, gl.SliceLayout(0, LIST))
+        read = (row < M)[:, None] & (part < num_parts)[None, :]
+        squares = gl.load(squares_ptr + row[:, None] * num_parts + part[None, :], mask=read, other=0.0)
+        factor = gl.convert_layout(gl.rsqrt(gl.sum(squares, 1) / K + eps), gl.SliceLayout(0, END))
+    for own in range(UNITS):
+        unit = first_unit + own
+        tile, split = unit % num_tiles, unit // num_tiles
+        n = tile * OUT + gl.arange(0, OUT, gl.SliceLayout(1, END))
+        write = real[None, :] & (n < N)[:, None]
+        residual = gl.zeros([OUT, _BM], gl.float32, END)
+        if RESIDUAL:
+            at = residual_ptr + m[None, :] * residual_stride + n[:, None]
+            residual = gl.load(at, mask=write, other=0.0).to(gl.float32)
+        sums = gl.zeros([_TILE, _BM], gl.float32, SUMS)
+        for step in range(STEPS):
+            number = own * STEPS + step
+            stage = number % STAGES
+            phase = (number // STAGES) & 1
+            mbarrier.wait(w_full.index(stage), phase)
+            mbarrier.wait(x_full.index(stage), phase)
+            sums = warpgroup_mma(w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+            tl.debug_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+        y = gl.convert_layout(sums, LONG)
+        last = True
+        if SPLITS > 1:
+            row = gl.arange(0, _TILE, gl.SliceLayout(1, LONG))
+            cell = row[:, None] + _TILE * gl.arange(0, _BM, gl.SliceLayout(0, LONG))[None, :]
+            part_at = part_ptr + tile * (SPLITS * _BM * _TILE) + cell
+            gl.store(part_at + split * (_BM * _TILE), y)
+            tl.debug_barrier()
+            last = gl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+            if last:
+                gl.store(count_ptr + tile, 0)
+                y = gl.zeros([_TILE, _BM], gl.float32, LONG)
+                for other in gl.static_range(SPLITS):
+                    y += gl.load(part_at + other * (_BM * _TILE), cache_modifier=".cg")
+        if last:
+            if SWIGLU:
+                y_tile.store(y)
+                tl.debug_barrier()
+                gate = y_tile.slice(0, OUT, dim=0).load(END) * factor[None, :]
+                up = y_tile.slice(OUT, OUT, dim=0).load(END) * factor[None, :]
+                tl.debug_barrier()
+                gate = _rounded(gate)
+                value = _rounded(gate / (1.0 + gl.exp(-gate))) * _rounded(up)
+            else:
+                value = gl.convert_layout(y, END) * factor[None, :]
+                if BIAS:
+                    value += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+            if RESIDUAL:
+                value = _rounded(value) + residual
+            out = value.to(gl.bfloat16)
+            gl.store(out_ptr + m[None, :] * out_stride + n[:, None], out, mask=write)
+            if SCALED:
+                value = out.to(gl.float32)
+                norm = gl.load(next_norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)
+                gl.store(scaled_ptr + m[None, :] * N + n[:, None], (value * norm[:, None]).to(gl.bfloat16), mask=write)
+                total = gl.sum(gl.where(write, value * value, 0.0), 0)
+                gl.store(squares_out_ptr + m * num_tiles + tile, total, mask=real)
+
+
+@gluon.jit(do_not_specialize=["M", "num_parts"])
+def _stream_kernel(
+    w_desc,
+    x_desc,
+    bias_ptr,
+    squares_ptr,
+    residual_ptr,
+    out_ptr,
+    next_norm_ptr,
+    scaled_ptr,
+    squares_out_ptr,
+    part_ptr,
+    count_ptr,
+    M,
+    N,
+    num_tiles,
+    num_parts,
+    residual_stride,
+    out_stride,
+    eps,
+    K: gl.constexpr,
+    STEPS: gl.constexpr,
+    UNITS: gl.constexpr,
+    BK: gl.constexpr,
+    HALVES: gl.constexpr,
+    PARTS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    NORM: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    STAGGERED: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _TILE, BK], SHARED)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _BM, BK], SHARED)
+    y_tile = gl.allocate_shared_memory(gl.float32, [_TILE, _BM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    # A tile lies in pieces of 64 columns, row after row: a copy is one of them, or its gate or up rows.
+    w_units = w_tiles._reinterpret(gl.bfloat16, [STAGES * (BK // _BOX) * HALVES, _TILE // HALVES, _BOX], SHARED)
+    x_units = x_tiles._reinterpret(gl.bfloat16, [STAGES * (BK // _BOX), _BM, _BOX], SHARED)
+    w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(w_full.index(stage), count=1)
+        mbarrier.init(x_full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    first_unit = gl.program_id(0) * UNITS
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    w_tiles,
+                    x_tiles,
+                    y_tile,
+                    w_full,
+                    x_full,
+                    empty,
+                    first_unit,
+                    num_tiles,
+                    bias_ptr,
+                    squares_ptr,
+                    residual_ptr,
+                    out_ptr,
+                    next_norm_ptr,
+                    scaled_ptr,
+                    squares_out_ptr,
+                    part_ptr,
+                    count_ptr,
+                    M,
+                    N,
+                    num_parts,
+                    residual_stride,
+                    out_stride,
+                    eps,
+                    K,
+                    STEPS,
+                    UNITS,
+                    PARTS,
+                    SPLITS,
+                    NORM,
+                    SWIGLU,
+                    BIAS,
+                    RESIDUAL,
+                    SCALED,
+                    STAGES,
+                    PDL,
+                ),
+            ),
+            (
+                _bring,
+                (
+                    w_desc,
+                    x_desc,
+                    w_units,
+                    x_units,
+                    w_full,
+                    x_full,
+                    empty,
+                    first_unit,
+                    num_tiles,
+                    N,
+                    STEPS,
+                    UNITS,
+                    BK,
+                    HALVES,
+                    STAGGERED,
+                    STAGES,
+                    PDL,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )
+
+
+def stream_gemm(
+    x_MK: Tensor | Scaled,
+    weight: Tensor,
+    out_MN: Tensor,
+    *,
+    cut: StreamCut,
+    count: Tensor | None = None,
+    bias: Tensor | None = None,
+    swiglu: bool = False,
+    residual_MN: Tensor | None = None,
+    next_norm: tuple[Tensor, float] | None = None,
+    pdl: bool = False,
+) -> Scaled | None:
+    """The arguments are those of `engine.kernels.row_gemm.row_gemm`. bfloat16, at most STREAM_ROWS rows.
+
+    The copies' descriptors are arguments of the launch: a captured one keeps them.
+    """
+    scaled_in = x_MK if isinstance(x_MK, Scaled) else None
+    x = x_MK.x_MK if isinstance(x_MK, Scaled) else x_MK
+    M, K = x.shape
+    N = out_MN.shape[1]
+    num_tiles = weight.shape[0] // STREAM_TILE
+    units = num_tiles * cut.num_splits
+    steps = K // cut.inputs // cut.num_splits
+    assert M <= STREAM_ROWS
+    assert weight.shape == ((2 if swiglu else 1) * N, K)
+    assert num_tiles * STREAM_TILE == weight.shape[0]
+    assert steps * cut.inputs * cut.num_splits == K
+    assert units % cut.units == 0
+    assert x.dtype == weight.dtype == out_MN.dtype == torch.bfloat16
+    assert weight.is_contiguous()
+    assert x.stride(1) == out_MN.stride(1) == 1
+    assert residual_MN is None or (residual_MN.stride(1) == 1 and residual_MN.shape == out_MN.shape)
+    assert bias is None or not swiglu
+    part = None
+    if cut.num_splits > 1:
+        assert count is not None and num_tiles <= count.numel()
+        # Free again behind the call: the allocator's memory is in the order of the stream.
+        part = torch.empty(units * STREAM_ROWS * STREAM_TILE, dtype=torch.float32, device=x.device)
+    made = None
+    if next_norm is not None:
+        squares = torch.empty(M, num_tiles, dtype=torch.float32, device=x.device)
+        made = Scaled(x_MK=x.new_empty(M, N), squares_MP=squares, eps=next_norm[1])
+    parts = 1 if scaled_in is None else scaled_in.squares_MP.shape[1]
+    halves = 2 if swiglu else 1
+    nothing = out_MN  # a pointer nobody follows
+    _stream_kernel[(units // cut.units,)](
+        TensorDescriptor.from_tensor(weight, [STREAM_TILE // halves, _BOX.value], _SHARED),
+        TensorDescriptor.from_tensor(x, [STREAM_ROWS, _BOX.value], _SHARED),
+        nothing if bias is None else bias,
+        nothing if scaled_in is None else scaled_in.squares_MP,
+        nothing if residual_MN is None else residual_MN,
+        out_MN,
+        nothing if next_norm is None else next_norm[0],
+        nothing if made is None else made.x_MK,
+        nothing if made is None else made.squares_MP,
+        nothing if part is None else part,
+        nothing if part is None else count,
+        M,
+        N,
+        num_tiles,
+        parts,
+        0 if residual_MN is None else residual_MN.stride(0),
+        out_MN.stride(0),
+        0.0 if scaled_in is None else scaled_in.eps,
+        K=K,
+        STEPS=steps,
+        UNITS=cut.units,
+        BK=cut.inputs,
+        HALVES=halves,
+        PARTS=max(64, 1 << (parts - 1).bit_length()),  # few kernels for all the cuts that may come before
+        SPLITS=cut.num_splits,
+        NORM=scaled_in is not None,
+        SWIGLU=swiglu,
+        BIAS=bias is not None,
+        RESIDUAL=residual_MN is not None,
+        SCALED=made is not None,
+        STAGGERED=cut.staggered,
+        STAGES=cut.num_stages,
+        SHARED=_SHARED,
+        PDL=pdl,
+        num_warps=4,
+        maxnreg=_MAX_REGISTERS,
+        launch_pdl=pdl,
+    )
+    return made
