@@ -75,7 +75,7 @@ def test_which_products_the_copy_engine_feeds() -> None:
     assert not any(stream_cut(rows=17, K=K, N=N, swiglu=swiglu) for K, N, swiglu in QWEN3_8B)
     assert not any(stream_cut(rows=16, K=K, N=N, swiglu=swiglu) for K, N, swiglu in SMOLLM2)
     assert stream_cut(rows=16, K=4096, N=151936) is None  # more units than one program should take
-    assert stream_cut(rows=16, K=3584, N=3584) is None  # 112 programs would do, but K is no multiple of two splits
+    assert stream_cut(rows=16, K=3840, N=4096) is None  # 15 steps, which two programs cannot share
 
 
 def test_stream_cuts_cover_a_product_once() -> None:
