@@ -72,16 +72,17 @@ def key(product: Product) -> Key:
 
 @contextlib.contextmanager
 def choosing(table: Table | None) -> Iterator[None]:
-    """Layers take their cuts from a table instead of `gemm_choice`, unless it is None."""
+    """Layers take their cuts from a table of Triton's instead of `gemm_choice`, unless it is None."""
     if table is None:
         yield
         return
-    original = cuda_rows.gemm_cut
+    original = cuda_rows.gemm_cut, cuda_rows.stream_cut
     cuda_rows.gemm_cut = table.gemm_cut
+    cuda_rows.stream_cut = lambda **shape: None
     try:
         yield
     finally:
-        cuda_rows.gemm_cut = original
+        cuda_rows.gemm_cut, cuda_rows.stream_cut = original
 
 
 def products(model: str) -> list[Product]:
