@@ -111,7 +111,7 @@ def calls_of(shape: Shape, cut: DecodeCut | BulkCut | None) -> list[Callable[[],
         torch.randn(2, 1 + R * columns, shape.page, g, D, device="cuda", dtype=torch.bfloat16) for _ in range(copies)
     ]
     if cut is None:
-        return [lambda kv=kv: flash.flash_attention(q, kv[0], kv[1], group, out) for kv in caches]  # type: ignore[misc]
+        return [lambda kv=kv: flash.flash_attention(q, kv[0], kv[1], group) for kv in caches]  # type: ignore[misc]
     units = R * g * row_tiles(Q, h // g, cut.rows)
     split = isinstance(cut, BulkCut) or cut.num_splits > 1
     shared: dict[str, Any] = {

@@ -44,6 +44,8 @@ def cuda_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: A
     if q_NhD.stride(2) != 1 or q_NhD.stride(1) != D:
         q_NhD = q_NhD.contiguous()
     every_row = sum(group.num_rows for group in ctx.groups) == N
+    if every_row and len(ctx.groups) == 1 and _takes_flash(q_NhD, k_cache, ctx.groups[0]):
+        return flash.flash_attention(q_NhD, k_cache, v_cache, ctx.groups[0])
     out_NE = (torch.empty if every_row else torch.zeros)(N, h * D, dtype=q_NhD.dtype, device=q_NhD.device)
     for group in ctx.groups:
         rows = slice(group.first_row, group.first_row + group.num_rows)
@@ -58,14 +60,22 @@ def _kernels_take(q_NhD: Tensor, k_cache: Tensor) -> bool:
 
 
 def _group_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
-    if max(group.q_lens) == min(group.q_lens) <= MAX_DECODE_QUERIES:
+    if _is_short(group):
         _decode(q_nhD, k_cache, v_cache, group, out_nE)
-        return
-    may_flash = q_nhD.is_cuda and flash.suits(q_nhD, group, k_cache.shape[1]) and flash.unavailable_reason() is None
-    if may_flash:
-        flash.flash_attention(q_nhD, k_cache, v_cache, group, out_nE)
+    elif _takes_flash(q_nhD, k_cache, group):
+        out_nE.copy_(flash.flash_attention(q_nhD, k_cache, v_cache, group))
     else:
         _ragged(q_nhD, k_cache, v_cache, group, out_nE)
+
+
+def _is_short(group: AttentionGroup) -> bool:
+    return max(group.q_lens) == min(group.q_lens) <= MAX_DECODE_QUERIES
+
+
+def _takes_flash(q_nhD: Tensor, k_cache: Tensor, group: AttentionGroup) -> bool:
+    if _is_short(group) or not q_nhD.is_cuda:
+        return False
+    return flash.suits(q_nhD, group, k_cache.shape[1]) and flash.unavailable_reason() is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

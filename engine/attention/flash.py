@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.context import AttentionGroup
+from engine.layers.cuda_rows import cuda_rows
 from engine.layers.upload import upload
 
 logger = logging.getLogger(__name__)
@@ -68,17 +69,17 @@ def suits(q_NhD: Tensor, group: AttentionGroup, block_size: int) -> bool:
 class _Lengths:
     """A group's int32 arguments.
 
-    real_n1: which queries the library computes, where filler ones at the end are left out; None: all.
+    num_1: how many queries the library computes, where filler ones at the end are left out; None: all.
     """
 
     cu_queries_R1: Tensor
     used_R: Tensor
     table_RB: Tensor
-    real_n1: Tensor | None
+    num_1: Tensor | None
 
 
-def flash_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
-    """Writes the attention of one group's rows, scaled by 1 / sqrt(D), into out [n, h * D].
+def flash_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup) -> Tensor:
+    """The attention of one group's rows, scaled by 1 / sqrt(D), [n, h * D].
 
     No key past a sequence's kv_len is read, but in its last block: those keys may be another request's, or the null
     block's, and a weight of 0 times a NaN is a NaN. Filler queries get zeros.
@@ -100,10 +101,18 @@ def flash_attention(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: Atte
     )
     out: Tensor = result[0] if isinstance(result, tuple) else result
     out = out.reshape(q_nhD.shape[0], -1)
-    if lengths.real_n1 is None:
-        out_nE.copy_(out)
+    if lengths.num_1 is not None:
+        _clear_rows(out, lengths.num_1)
+    return out
+
+
+def _clear_rows(x_nE: Tensor, first_1: Tensor) -> None:
+    """Zeros in rows first_1 and beyond; the others are neither read nor written on CUDA."""
+    on_gpu = cuda_rows(x_nE)
+    if on_gpu is not None:
+        on_gpu.clear_rows(x_nE, first_1)
     else:
-        torch.where(lengths.real_n1, out, out.new_zeros(()), out=out_nE)
+        x_nE[int(first_1) :] = 0
 
 
 def _lengths(group: AttentionGroup) -> _Lengths:
@@ -118,10 +127,10 @@ def _lengths(group: AttentionGroup) -> _Lengths:
             cu_queries_R1=F.pad(num_1, (1, 0)),
             used_R=used_R,
             table_RB=table_RB,
-            real_n1=torch.arange(starts[1], device=device)[:, None] < num_1,
+            num_1=num_1 if group.has_filler else None,
         )
     if min(group.q_lens) == max(group.q_lens):
         cu_queries_R1 = torch.arange(len(starts), dtype=torch.int32, device=device) * group.q_lens[0]
     else:
         cu_queries_R1 = upload(starts, device, dtype=torch.int32)
-    return _Lengths(cu_queries_R1=cu_queries_R1, used_R=used_R, table_RB=table_RB, real_n1=None)
+    return _Lengths(cu_queries_R1=cu_queries_R1, used_R=used_R, table_RB=table_RB, num_1=None)

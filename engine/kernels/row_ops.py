@@ -13,6 +13,7 @@ from engine.kernels.device_ops import begin, rounded
 from engine.kernels.row_gemm import Scaled
 
 _SILU_COLUMNS = 1024
+MOST_HEADS = 16  # of a program that rotates
 
 
 @triton.jit
@@ -67,6 +68,21 @@ def _gather_rows_kernel(table_ptr, index_ptr, out_ptr, SIZE: tl.constexpr, BLOCK
     inside = c < SIZE
     values = tl.load(table_ptr + tl.load(index_ptr + row) * SIZE + c, mask=inside)
     tl.store(out_ptr + row * SIZE + c, values, mask=inside)
+
+
+@triton.jit
+def _clear_rows_kernel(
+    x_ptr, first_ptr, num_rows, x_stride, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    first = tl.load(first_ptr)
+    begins = tl.program_id(0) * ROWS
+    if begins + ROWS > first:
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        for i in range(ROWS):
+            row = (begins + i).to(tl.int64)
+            nothing = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
+            tl.store(x_ptr + row * x_stride + c, nothing, mask=(c < SIZE) & (row >= first) & (row < num_rows))
 
 
 @triton.jit
@@ -191,7 +207,7 @@ def _norm(
         PADDED=triton.next_power_of_2(size),
         ADD=delta is not None,
         PDL=pdl,
-        num_warps=1 if size <= 256 else 4 if size <= 2048 else 8,
+        num_warps=1 if size <= 256 else 4 if size <= 2048 or x.shape[0] >= 256 else 8,
         launch_pdl=pdl,
     )
 
@@ -229,6 +245,17 @@ def gather_rows(table: Tensor, index_N: Tensor, *, pdl: bool = False) -> Tensor:
             table, index_N, out, SIZE=size, BLOCK=block, PDL=pdl, num_warps=min(4, max(1, block // 128)), launch_pdl=pdl
         )
     return out
+
+
+def clear_rows(x_NH: Tensor, first_1: Tensor, *, pdl: bool = False) -> None:
+    """Zeros in rows first_1 (an integer on the device) and beyond; rows ahead of it are not touched."""
+    N, H = x_NH.shape
+    assert x_NH.stride(1) == 1
+    if N:
+        block = min(1024, triton.next_power_of_2(H))
+        _clear_rows_kernel[(triton.cdiv(N, 16), triton.cdiv(H, block))](
+            x_NH, first_1, N, x_NH.stride(0), SIZE=H, ROWS=16, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
@@ -269,7 +296,7 @@ def rotate_and_write(
     assert v_cache.is_contiguous()
     assert k_cache.dtype == v_cache.dtype == qkv.dtype
     q = qkv.new_empty(N, num_heads, D)
-    heads = min(16, triton.next_power_of_2(num_heads + 2 * g))
+    heads = min(MOST_HEADS, triton.next_power_of_2(num_heads + 2 * g))
     grid = (N, num_layers, triton.cdiv(num_heads + 2 * g, heads))
     if N:
         _rotate_and_write_kernel[grid](

@@ -203,13 +203,19 @@ class ModelRunner:
         return [_Rows(inits=inits, place=entry.put(packed), logprobs=None, drafts=drafts)]
 
     def _run_prompts(self, programs: PromptPrograms, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
-        """The prompt chunks, one behind the other in recorded programs."""
+        """The prompt chunks, one behind the other in recorded programs.
+
+        Where the last of them ends a prompt, the step's results leave with its token: a first token does not wait for
+        its prompt's context and drafts.
+        """
         rows: list[_Rows] = []
 
         def add(chunk: PrefillChunk, packed: torch.Tensor) -> None:
             if self.tp.size > 1:
                 self._agreement.check(plan.step_id, unpack(packed, (chunk.slot,)))
             rows.append(_Rows(inits=self.state.inits_of((chunk.slot,)), place=entry.put(packed), logprobs=None))
+            if chunk is plan.prefill[-1]:
+                entry.clock.results_sent()
 
         programs.run(plan.prefill, plan.draft_len, add)
         return rows

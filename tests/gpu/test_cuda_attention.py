@@ -66,12 +66,11 @@ def test_flash_attention_is_captured_and_right(causal: bool, block_size: int) ->
         q, k, v = problem.tensors(torch.bfloat16, "cuda")
         k, v = k.nan_to_num(0.0), v.nan_to_num(0.0)
         group = problem.group("cuda")
-        out = torch.empty(q.shape[0], problem.h * problem.D, dtype=q.dtype, device="cuda")
-        flash.flash_attention(q, k, v, group, out)
+        flash.flash_attention(q, k, v, group)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            flash.flash_attention(q, k, v, group, out)
+            out = flash.flash_attention(q, k, v, group)
         out.fill_(float("nan"))
         graph.replay()
         expected = problem.expected(q, k, v)
@@ -84,9 +83,8 @@ def check_filler(problem: Problem, device: str, dtype: torch.dtype) -> None:
     group = problem.group(device)
     last = group.block_table_RB[0, (problem.kv_lens[0] - 1) // problem.block_size]
     k[last], v[last] = k[last].nan_to_num(0.5), v[last].nan_to_num(0.5)
-    num_rows, num_real = sum(problem.q_lens), problem.q_lens[0] - problem.short[0]
-    out = torch.full((num_rows, problem.h * problem.D), float("nan"), dtype=dtype, device=device)
-    flash.flash_attention(q, k, v, group, out)
+    num_real = problem.q_lens[0] - problem.short[0]
+    out = flash.flash_attention(q, k, v, replace(group, has_filler=True))
     expected = problem.expected(q, k, v)[:num_real]
     torch.testing.assert_close(out[:num_real].cpu().double(), expected, rtol=1.6e-2, atol=1.6e-2)
     assert not out[num_real:].any()
@@ -145,8 +143,7 @@ def test_groups_of_several_sequences_read_no_key_past_their_own(monkeypatch: pyt
     exact = Problem(q_lens=(33, 33), starts=(31, 15), spare=64)  # they end with a block
     for problem in (exact, replace(exact, q_lens=(40, 16), starts=(8, 0))):
         q, k, v = problem.tensors(torch.float32, "cpu")
-        out = torch.full((sum(problem.q_lens), problem.h * problem.D), float("nan"))
-        flash.flash_attention(q, k, v, problem.group("cpu"), out)
+        out = flash.flash_attention(q, k, v, problem.group("cpu"))
         torch.testing.assert_close(out.double(), problem.expected(q, k, v), rtol=1e-4, atol=1e-5)
 
 
