@@ -57,8 +57,9 @@ def decode_cut(
 
     A tile takes about a microsecond whatever else happens, so one request gets a program per tile; many get what keeps
     the SMs busy: 6 programs each of small tiles at head size 64, half of it for tall tiles, two thirds at 128. One
-    request of large heads gets one program an SM: what more of them gain the merge of their parts loses. Few tiles each
-    are short ones there, which come sooner; many gain from being long.
+    request of large heads gets one program an SM: what more of them gain the merge of their parts loses. So it is where
+    tall tiles of such heads alone fill the SMs. One request's few tiles are short, which come sooner; many gain from
+    being long.
     """
     packed = queries * group
     rows = next((size for size in _TILE_ROWS if size >= packed), _TILE_ROWS[-1])
@@ -68,7 +69,7 @@ def decode_cut(
     positions = 32 if short else 64
     tiles = -(-max_kv_len // positions)
     programs_per_sm = (6 if rows <= 32 else 3) if head_dim <= 64 else (4 if rows <= 32 else 2)
-    if few:
+    if few or (rows > 32 and head_dim > 64 and 10 * units >= 9 * num_sms):
         programs_per_sm = 1
     return DecodeCut(
         rows=rows,
