@@ -10,6 +10,7 @@ for verification and bookkeeping. The environment variables of `engine.kernels.a
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -146,17 +147,22 @@ class Step:
     def run_target(self) -> torch.Tensor:
         positions, ctx = self.context_of(self.draft_len + 1, True)
         out = self.target.forward(self.ids, positions, ctx, self.kv, self.taps)
-        self.logits_MV = self.target.logits(out.hidden_NH)
-        argmax_pair(self.logits_MV, 0)
+        peaks_M = self.likeliest(out.hidden_NH, self.target.logits)
         assert out.taps_NTH is not None
         self.drafter.write_context(self.drafter.context_features(out.taps_NTH), positions, ctx.slot_mapping_N, self.kv)
-        return self.logits_MV
+        return peaks_M
 
     def run_drafter(self) -> torch.Tensor:
         positions, ctx = self.context_of(BLOCK, False)
         hidden = self.drafter.forward(self.target.embed(self.block_ids), positions, ctx, self.kv)
         rows = hidden.view(self.start.shape[0], BLOCK, -1)[:, 1 : max(self.draft_len, 1) + 1].flatten(0, 1)
-        return argmax_pair(self.target.draft_logits(rows), 0)[1]
+        return self.likeliest(rows, self.target.draft_logits)
+
+    def likeliest(self, rows_MH: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Token ids, as the engine's greedy programs find them."""
+        if self.target.finds_peaks(rows_MH.shape[0]):
+            return self.target.peaks(rows_MH)[1]
+        return argmax_pair(logits(rows_MH), 0)[1]
 
 
 def kernel_table(step: Step) -> list[dict[str, object]]:

@@ -28,7 +28,7 @@ def _chunk_kernel(x_ptr, value_ptr, id_ptr, V, x_stride, num_chunks, BLOCK: tl.c
     begin(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + column, mask=column < V, other=float("-inf"))
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < V, other=float("-inf")).to(tl.float32)
     value, first = largest(x, column, V - 1)
     tl.store(value_ptr + row * num_chunks + chunk, value)
     tl.store(id_ptr + row * num_chunks + chunk, tl.minimum(first, V - 1))
@@ -51,12 +51,14 @@ def _row_kernel(
 
 
 def shard_argmax(score_NV: Tensor, vocab_start: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """(largest value [N] float32, its lowest global id [N] int64); NaN and any valid id where a row holds a NaN."""
+    """(largest value [N] float32, its lowest global id [N] int64); NaN and any valid id where a row holds a NaN.
+
+    score_NV: of any floating type.
+    """
     N, V = score_NV.shape
-    assert score_NV.dtype == torch.float32
     assert score_NV.stride(1) == 1
     chunks = triton.cdiv(V, CHUNK)
-    part_value = score_NV.new_empty(N, chunks)
+    part_value = torch.empty(N, chunks, dtype=torch.float32, device=score_NV.device)
     part_id = torch.empty(N, chunks, dtype=torch.int32, device=score_NV.device)
     if N:
         _chunk_kernel[(N, chunks)](

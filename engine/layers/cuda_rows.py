@@ -25,6 +25,7 @@ from engine.kernels.available import (
     unavailable_reason,
 )
 from engine.kernels.gemm_choice import GemmCut, StreamCut, gemm_cut, head_cut, stream_cut
+from engine.kernels.wide_choice import WideCut, argmax_cut, swiglu_cut
 
 if TYPE_CHECKING:
     from engine.kernels.row_gemm import Scaled
@@ -115,11 +116,26 @@ class CudaRows:
 
         return gather_rows(table, index_N, pdl=self.pdl)
 
+    def clear_rows(self, x_NH: Tensor, first_1: Tensor) -> None:
+        """Zeros in rows first_1 (on the device) and beyond."""
+        from engine.kernels.row_ops import clear_rows
+
+        clear_rows(x_NH, first_1, pdl=self.pdl)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[N, 2 * size] -> silu(first half) * second half."""
         from engine.kernels.row_ops import silu_mul
 
         return silu_mul(gate_up, pdl=self.pdl)
+
+    def wide_swiglu(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """`silu_mul` of x @ weight.T in one launch, or None where two are the better choice."""
+        cut = swiglu_cut(rows=x.shape[0], K=x.shape[1], N=weight.shape[0] // 2, item_bytes=weight.element_size())
+        if cut is None or not copy_engine():
+            return None
+        from engine.kernels.wide_gemm import wide_swiglu
+
+        return wide_swiglu(x, weight, cut=cut)
 
     def rotate_and_write(
         self,
@@ -152,6 +168,31 @@ class CudaRows:
         from engine.kernels.shard_argmax import shard_argmax
 
         return shard_argmax(score_NV, vocab_start, pdl=self.pdl)
+
+    def takes_head(self, rows: int, weight: Tensor) -> bool:
+        """Whether so many rows go through `wide_argmax` and `wide_logits`, whose numbers are the same."""
+        return self._head_cut(rows, weight) is not None
+
+    def wide_argmax(self, x: Tensor, weight: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
+        """`shard_argmax` of x @ weight.T without its logits. Only where `takes_head`."""
+        from engine.kernels.wide_gemm import wide_argmax
+
+        cut = self._head_cut(x.shape[0], weight)
+        assert cut is not None
+        return wide_argmax(x, weight, vocab_start, cut=cut, pdl=self.pdl)
+
+    def wide_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T, float32. Only where `takes_head`."""
+        from engine.kernels.wide_gemm import wide_logits
+
+        cut = self._head_cut(x.shape[0], weight)
+        assert cut is not None
+        return wide_logits(x, weight, cut=cut)
+
+    def _head_cut(self, rows: int, weight: Tensor) -> WideCut | None:
+        if not copy_engine():
+            return None
+        return argmax_cut(rows=rows, K=weight.shape[1], N=weight.shape[0], item_bytes=weight.element_size())
 
     def filter_thresholds(
         self,

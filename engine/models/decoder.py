@@ -172,7 +172,9 @@ class DecoderLayer(nn.Module):
         )
         attended = self.tp.all_reduce(project_out.forward(self.attention(q_NhD, *kv, ctx)))
         x_NH, normed_NH = kernels.add_rms_norm(x_NH, attended, self._norm_weights[1], self.eps)
-        mixed = kernels.silu_mul(project_up.forward(normed_NH))
+        mixed = kernels.wide_swiglu(normed_NH, project_up.weight) if isinstance(kernels, CudaRows) else None
+        if mixed is None:
+            mixed = kernels.silu_mul(project_up.forward(normed_NH))
         return x_NH, self.tp.all_reduce(project_down.forward(mixed))
 
 

@@ -131,8 +131,23 @@ class TargetModel(nn.Module):
         """float32 [M, Vl]: ids vocab_start .. vocab_start + Vl - 1; columns past the vocabulary are -inf."""
         return self._logits(self.head, hidden_MH)
 
+    def finds_peaks(self, num_rows: int) -> bool:
+        """Whether `peaks` of so many rows is for less than `logits` and a search in them."""
+        on_gpu = cuda_rows(self.head.weight) if self.draft_head is None and not self.head.is_prepared else None
+        return on_gpu is not None and on_gpu.takes_head(num_rows, self.head.weight)
+
+    def peaks(self, hidden_MH: Tensor) -> tuple[Tensor, Tensor]:
+        """`engine.sampling.sampler.argmax_pair` of `logits`, which are not made. Only where `finds_peaks`."""
+        on_gpu = cuda_rows(hidden_MH)
+        assert on_gpu is not None
+        return on_gpu.wide_argmax(hidden_MH, self.head.weight[: self.vocab.real], self.vocab.start)
+
     def _logits(self, head: Linear, hidden_MH: Tensor) -> Tensor:
-        logits_MV = head.forward(hidden_MH)
+        on_gpu = cuda_rows(hidden_MH)
+        if on_gpu is not None and on_gpu.takes_head(hidden_MH.shape[0], head.weight):
+            logits_MV = on_gpu.wide_logits(hidden_MH, head.weight)
+        else:
+            logits_MV = head.forward(hidden_MH)
         if self.vocab.real < self.vocab.size:
             logits_MV[:, self.vocab.real :] = float("-inf")
         return logits_MV

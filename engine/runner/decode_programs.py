@@ -99,7 +99,7 @@ class _DecodePair:
         else:
             self._decode = decode_block(state, self._slots_R, self._width, limit_1=self._limit_1)
             inputs = owner.builder.target_inputs(self._decode, ())
-        self._step = owner.target_program.run(inputs, self._num_rows * (self._width + 1), ())
+        self._step = owner.target_program.run_decode(inputs)
 
     def _draft_program(self, variant: Variant) -> Program:
         def run() -> None:
@@ -117,7 +117,7 @@ class _DecodePair:
         """T's results for the first rows, valid until another pair runs."""
         assert self._step is not None and self._decode is not None
         decode, step, tokens = self._decode, self._step, num_rows * (self._width + 1)
-        assert step.logits_MV is not None
+        logits_MV = self._owner.target_program.logits_of(step)
         inputs = ForwardInputs(
             ids_N=step.inputs.ids_N[:tokens],
             positions_N=step.inputs.positions_N[:tokens],
@@ -126,7 +126,7 @@ class _DecodePair:
         return DecodeOutput(
             step=TargetStep(
                 inputs=inputs,
-                logits_MV=step.logits_MV[:tokens],
+                logits_MV=logits_MV[:tokens],
                 taps_NTH=None if step.taps_NTH is None else step.taps_NTH[:tokens],
             ),
             decode=DecodeBlock(
@@ -237,7 +237,6 @@ class DecodePrograms:
 
 def _borrowed(step: TargetStep, decode: DecodeBlock, recorder: Recorder) -> tuple[TargetStep, DecodeBlock]:
     inputs, borrow = step.inputs, recorder.borrow
-    assert step.logits_MV is not None
     return (
         TargetStep(
             inputs=ForwardInputs(
@@ -245,8 +244,9 @@ def _borrowed(step: TargetStep, decode: DecodeBlock, recorder: Recorder) -> tupl
                 positions_N=borrow(inputs.positions_N),
                 context=AttentionContext(slot_mapping_N=borrow(inputs.context.slot_mapping_N), groups=()),
             ),
-            logits_MV=borrow(step.logits_MV),
+            logits_MV=None if step.logits_MV is None else borrow(step.logits_MV),
             taps_NTH=None if step.taps_NTH is None else borrow(step.taps_NTH),
+            headless_MH=None if step.headless_MH is None else borrow(step.headless_MH),
         ),
         replace(
             decode,

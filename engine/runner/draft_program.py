@@ -25,7 +25,7 @@ from engine.runner.target_program import TargetStep
 from engine.sampling.chain import chain_tokens
 from engine.sampling.filters import FilterFlags
 from engine.sampling.rejection import Proposals, verified_tokens
-from engine.sampling.sampler import SamplingRows, greedy_pairs, peak_logits, sample
+from engine.sampling.sampler import SamplingRows, greedy_pairs, joined_pairs, peak_logits, sample
 from engine.sampling.synthetic import synthetic_accepted
 from engine.sampling.verify import verify
 from engine.step import PrefillChunk, SlotInit, StepPlan
@@ -108,16 +108,23 @@ class DecideAndDraft:
         needs: SamplingNeeds,
     ) -> Decision | None:
         """Sample, verify and commit. None when no row of the step samples (prompt chunks in the middle only)."""
-        if step.logits_MV is None:
+        if step.logits_MV is None and step.headless_MH is None:
             return None
         state = self._state
-        device = step.logits_MV.device
+        device = step.inputs.ids_N.device
         width = verify_len + 1
         ends = [c for c in prefill if c.samples]
         rows = _rows_to_decide(decode, ends, verify_len, device)
         slots_S, committed_S = rows.slots_R, rows.committed_R
         num_decode = slots_S.shape[0] - len(ends)
-        drawn_M, peak_M = self._sample(step.logits_MV, rows, num_decode, width, needs)
+        if step.headless_MH is not None and needs.filters.all_greedy and not needs.mask_stops:
+            peak_M, drawn_M = joined_pairs(*self._target.peaks(step.headless_MH), self._tp)
+        else:
+            logits_MV = step.logits_MV
+            if step.headless_MH is not None:
+                logits_MV = self._target.logits(step.headless_MH)
+            assert logits_MV is not None
+            drawn_M, peak_M = self._sample(logits_MV, rows, num_decode, width, needs)
         if self._fused is not None and rows.fused is not None:
             return self._decide_fused(self._fused, rows, rows.fused, drawn_M, peak_M, verify_len)
         valid_M = peak_M < torch.inf  # also False for NaN; -inf is what padded ids hold
@@ -132,7 +139,7 @@ class DecideAndDraft:
             stop_ids_RS=state.stop_ids[slots_S],
             finished_R=rows.finished_R,
             valid_RK1=_rows_of(valid_M, num_decode, width, len(ends)),
-            synthetic_R=self._synthetic(slots_S, committed_S),
+            synthetic_R=self._synthetic(slots_S, committed_S) if verify_len else None,
         )
         emits_S = verdict.num_emitted_R > 0
         state.committed_len[slots_S] = committed_S + verdict.num_emitted_R
@@ -255,6 +262,8 @@ class DecideAndDraft:
         )
         if drafter.head is not None:
             return self._draft_tokens.choose_by_head(drafter.head, masks_MH, slots_S, draft_len, filters)
+        if self._draft_tokens.are_greedy(filters) and target.finds_peaks(masks_MH.shape[0]):
+            return joined_pairs(*target.peaks(masks_MH), self._tp)[1].view(-1, draft_len)
         logits_MV = target.draft_logits(masks_MH)
         return self._draft_tokens.choose(logits_MV, slots_S, draft_len, filters, target.vocab_start)
 

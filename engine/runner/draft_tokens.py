@@ -29,6 +29,10 @@ class DraftTokens:
         self._state = state
         self._tp = tp
 
+    def are_greedy(self, flags: FilterFlags) -> bool:
+        """Whether the rows' drafts are the drafter's likeliest tokens. flags: of their requests."""
+        return self._mode == "greedy" or flags.all_greedy
+
     def choose(
         self, logits_MV: torch.Tensor, slots_S: torch.Tensor, draft_len: int, flags: FilterFlags, vocab_start: int
     ) -> torch.Tensor:
@@ -37,7 +41,7 @@ class DraftTokens:
         flags: of the rows' requests.
         """
         num_rows = slots_S.shape[0]
-        if self._mode == "greedy" or flags.all_greedy:
+        if self.are_greedy(flags):
             return greedy_tokens(logits_MV, self._tp, vocab_start).view(num_rows, draft_len)
         return self._sampled(logits_MV, slots_S, draft_len, flags, self._tp, vocab_start)
 
@@ -46,7 +50,7 @@ class DraftTokens:
     ) -> torch.Tensor:
         """`choose` where the drafter has a head of its own; target ids as well."""
         num_rows, logits_MV = slots_S.shape[0], head(hidden_MH)
-        if self._mode == "greedy" or flags.all_greedy:
+        if self.are_greedy(flags):
             return head.target_ids[greedy_tokens(logits_MV, self._tp, head.vocab.start)].view(num_rows, draft_len)
         whole_MV = head.over_target_vocab(logits_MV, self._padded_vocab_size)
         return self._sampled(whole_MV, slots_S, draft_len, flags, TpGroup.solo(), 0)

@@ -17,12 +17,14 @@ class TargetStep:
 
     taps_NTH: outputs of the tapped layers for every row of the step, None without a drafter.
     hidden_NH: every row after the final norm, kept only where a prompt chunk is to be scored.
+    headless_MH: rows after the final norm whose logits were left to whoever draws from them; logits_MV is None then.
     """
 
     inputs: ForwardInputs
     logits_MV: torch.Tensor | None
     taps_NTH: torch.Tensor | None
     hidden_NH: torch.Tensor | None = None
+    headless_MH: torch.Tensor | None = None
 
 
 class TargetProgram:
@@ -32,6 +34,20 @@ class TargetProgram:
         self._model = model
         self._kv = kv
         self._tap_layers = tap_layers
+
+    def run_decode(self, inputs: ForwardInputs) -> TargetStep:
+        """Decode rows alone. Without logits where their peaks are found without them: D knows what it needs."""
+        output = self._model(inputs.ids_N, inputs.positions_N, inputs.context, self._kv, self._tap_layers)
+        if self._model.finds_peaks(output.hidden_NH.shape[0]):
+            return TargetStep(inputs=inputs, logits_MV=None, taps_NTH=output.taps_NTH, headless_MH=output.hidden_NH)
+        return TargetStep(inputs=inputs, logits_MV=self._model.logits(output.hidden_NH), taps_NTH=output.taps_NTH)
+
+    def logits_of(self, step: TargetStep) -> torch.Tensor:
+        """A decode step's logits, made now where they were not."""
+        if step.headless_MH is not None:
+            return self._model.logits(step.headless_MH)
+        assert step.logits_MV is not None
+        return step.logits_MV
 
     def run(self, inputs: ForwardInputs, num_decode_tokens: int, prefill: tuple[PrefillChunk, ...]) -> TargetStep:
         """num_decode_tokens: R x (K+1), the leading rows of `inputs` that all get logits."""

@@ -150,7 +150,11 @@ def greedy_tokens(logits_NV: Tensor, tp: VocabGroup, vocab_start: int) -> Tensor
 
 def greedy_pairs(logits_NV: Tensor, tp: VocabGroup, vocab_start: int) -> tuple[Tensor, Tensor]:
     """(largest logit [N], `greedy_tokens`); the logit is NaN where the row holds a NaN on any rank."""
-    value_N, id_N = argmax_pair(logits_NV, vocab_start)
+    return joined_pairs(*argmax_pair(logits_NV, vocab_start), tp)
+
+
+def joined_pairs(value_N: Tensor, id_N: Tensor, tp: VocabGroup) -> tuple[Tensor, Tensor]:
+    """`greedy_pairs` from each rank's `argmax_pair`."""
     if tp.size == 1:
         return value_N, id_N
     pair_NR2 = _gather_pairs(value_N, id_N, tp)
@@ -185,7 +189,7 @@ def mask_stop_ids(
 
 def argmax_pair(score_NV: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
     """(largest value [N], its lowest global id int64 [N]). A row holding NaN gives a valid id."""
-    on_gpu = cuda_rows(score_NV) if score_NV.dtype == torch.float32 else None
+    on_gpu = cuda_rows(score_NV)
     if on_gpu is not None:
         return on_gpu.shard_argmax(score_NV, vocab_start)
     if score_NV.device.type == "cpu" and score_NV.dtype == torch.float32 and score_NV.shape[1] >= MIN_PEAK_SIZE:

@@ -1,4 +1,4 @@
-"""Target and drafter on the CUDA kernels equal the same models on the CPU in float32, with few rows and with many."""
+"""Target and drafter on the CUDA kernels equal the same models on the CPU in float32, whichever way their rows take."""
 
 from pathlib import Path
 
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.cuda_paged import cuda_paged_attention
+from engine.kernels.available import copy_engine
 from engine.kernels.gemm_choice import GemmCut
+from engine.kernels.wide_choice import WideCut
 from engine.layers import cuda_rows as cuda_rows_module
 from engine.layers import linear, rms_norm, rotary
 from engine.layers.cuda_rows import CudaRows
@@ -63,10 +65,10 @@ def _outputs(models: PagedModels, num_rows: int) -> list[Tensor]:
     ("case", "device"),
     places([(*kind, rows) for kind in KINDS for rows in (20, 100)], [("qwen3", 32, 9)]),
 )
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("way", ["few rows", "cuBLAS", "many rows"])
 @torch.inference_mode()
 def test_models(
-    case: tuple[str, int, int], device: str, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, int, int], device: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     kind, head_dim, rows = case
@@ -79,9 +81,14 @@ def test_models(
         rough = _outputs(PagedModels.load(narrow, num_seqs=3), rows)
     else:
         monkeypatch.setattr(linear, "unavailable_reason", lambda: "weights stay as they are")
-    if not few:
+    if way != "few rows":
         monkeypatch.setattr(cuda_rows_module, "gemm_cut", lambda **shape: None)
         monkeypatch.setattr(cuda_rows_module, "head_cut", lambda **shape: None)
+    if way == "many rows":
+        cut = WideCut(rows=64, outputs=32, inputs=32, num_programs=5, num_warps=4)
+        for choice in ("argmax_cut", "swiglu_cut"):
+            monkeypatch.setattr(cuda_rows_module, choice, lambda *, K, **_: None if K % 32 else cut)
+        monkeypatch.setattr(cuda_rows_module, "copy_engine", lambda: device == "cpu" or copy_engine())
     for dtype in ("float32", "bfloat16"):
         config = engine_config(target_dir, drafter_dir, **settings, device=device, dtype=dtype)
         models = PagedModels.load(config, num_seqs=3)

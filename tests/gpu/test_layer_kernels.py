@@ -14,7 +14,15 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.kernels.head_gemm import head_gemm
 from engine.kernels.row_gemm import row_gemm
-from engine.kernels.row_ops import add_rms_norm, gather_rows, rms_norm, rotate_and_write, scale_rows, silu_mul
+from engine.kernels.row_ops import (
+    add_rms_norm,
+    clear_rows,
+    gather_rows,
+    rms_norm,
+    rotate_and_write,
+    scale_rows,
+    silu_mul,
+)
 from engine.kernels.shard_argmax import shard_argmax
 
 # A sum in another order may turn one rounding of the result, or of a number that goes into it.
@@ -86,6 +94,19 @@ def test_gather_rows(case: tuple[int, int], device: str) -> None:
     for dtype in dtypes(device):
         table = _random(50, 2, size // 2, dtype=dtype, device=device)
         assert torch.equal(gather_rows(table, index), table[index])
+
+
+@pytest.mark.parametrize(("case", "device"), places([(384, 4096), (33, 576)], [(19, 40)]))
+def test_clear_rows(case: tuple[int, int], device: str) -> None:
+    rows, size = case
+    for dtype in dtypes(device):
+        for first in (0, 1, 16, rows - 2, rows):
+            wide = _random(rows, size + 8, dtype=dtype, device=device)
+            wide[first:] = float("nan")
+            want = wide.clone()
+            want[first:, :size] = 0
+            clear_rows(wide[:, :size], torch.tensor([first], dtype=torch.int32, device=device))
+            torch.testing.assert_close(wide, want, rtol=0, atol=0, equal_nan=True)
 
 
 GEMM_TOYS = [
@@ -307,15 +328,16 @@ def test_head_gemm(case: dict[str, Any], device: str, pdl: bool) -> None:
 @pytest.mark.parametrize(("case", "device"), places([(1, 49152), (16, 151936), (130, 5000)], [(4, 9000)]))
 def test_shard_argmax(case: tuple[int, int], device: str) -> None:
     rows, columns = case
-    x = _random(rows, columns + 1, dtype=torch.float32, device=device)[:, :columns]
-    x[0, [columns - 1, 4321, 77]] = 9.0  # a tie: the lowest id
-    if rows > 3:
-        x[1, columns // 2] = float("nan")
-        x[2] = float("-inf")
-        x[3] = float("nan")
-    value, index = shard_argmax(x, 1000)
-    want_value, want_index = x.max(dim=1)
-    torch.testing.assert_close(value, want_value, rtol=0, atol=0, equal_nan=True)
-    known = ~want_value.isnan()
-    assert torch.equal(index[known], want_index[known] + 1000)
-    assert index.dtype == torch.int64 and bool(((index >= 1000) & (index < 1000 + columns)).all())
+    for dtype in dtypes(device):
+        x = _random(rows, columns + 1, dtype=dtype, device=device)[:, :columns]
+        x[0, [columns - 1, 4321, 77]] = 9.0  # a tie: the lowest id
+        if rows > 3:
+            x[1, columns // 2] = float("nan")
+            x[2] = float("-inf")
+            x[3] = float("nan")
+        value, index = shard_argmax(x, 1000)
+        want_value, want_index = x.float().max(dim=1)
+        torch.testing.assert_close(value, want_value, rtol=0, atol=0, equal_nan=True)
+        known = ~want_value.isnan()
+        assert torch.equal(index[known], want_index[known] + 1000)
+        assert index.dtype == torch.int64 and bool(((index >= 1000) & (index < 1000 + columns)).all())
