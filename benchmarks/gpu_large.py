@@ -272,17 +272,15 @@ def row_cases(rows_of: list[int]) -> Iterator[Case]:
 
 @contextmanager
 def without(names: set[str]) -> Iterator[None]:
-    """The engine without some of the choices that `cuda_rows` and `cuda_paged` make."""
-    choices = {name: (cuda_rows, f"{name}_cut", lambda **_: None) for name in ("swiglu", "argmax")}
-    kept = {name: getattr(module, attribute) for name, (module, attribute, _) in choices.items()}
-    for name in names & set(choices):
-        module, attribute, instead = choices[name]
-        setattr(module, attribute, instead)
+    """The engine without what `engine.kernels.wide_gemm` takes of a step."""
+    kept = {f"{name}_cut": getattr(cuda_rows, f"{name}_cut") for name in names}
+    for attribute in kept:
+        setattr(cuda_rows, attribute, lambda **_: None)
     try:
         yield
     finally:
-        for name, (module, attribute, _) in choices.items():
-            setattr(module, attribute, kept[name])
+        for attribute, choose in kept.items():
+            setattr(cuda_rows, attribute, choose)
 
 
 def step_cases(sequences_of: list[int]) -> Iterator[Case]:
