@@ -27,7 +27,7 @@ VARIED = {"spread": 0.2, "wobble": 0.3, "memory": 0.9}
 PHASE_S = 60.0
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("seed", [2, 5, 6, 10])
 def test_the_length_falls_on_hard_text_each_time_and_does_not_come_back_before_the_easy_one(
     tmp_path: Path, seed: int
 ) -> None:
