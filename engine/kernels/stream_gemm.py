@@ -209,8 +209,8 @@ def _multiply(
         y = gl.convert_layout(sums, LONG)
         last = True
         if SPLITS > 1:
-            row = gl.arange(0, _TILE, gl.SliceLayout(1, LONG))
-            cell = row[:, None] + _TILE * gl.arange(0, _BM, gl.SliceLayout(0, LONG))[None, :]
+            weight_row = gl.arange(0, _TILE, gl.SliceLayout(1, LONG))
+            cell = weight_row[:, None] + _TILE * gl.arange(0, _BM, gl.SliceLayout(0, LONG))[None, :]
             part_at = part_ptr + tile * (SPLITS * _BM * _TILE) + cell
             gl.store(part_at + split * (_BM * _TILE), y)
             tl.debug_barrier()
