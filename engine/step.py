@@ -167,7 +167,8 @@ class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Rows in plan order: every decode slot, then every prefill chunk that samples.
 
-    duration_s: device time of the step. prompt_scores: one for each chunk that names tokens to score, in plan order.
+    duration_s: device time of the step, up to its results where a prompt's context and drafts follow them.
+    prompt_scores: one for each chunk that names tokens to score, in plan order.
     """
 
     step_id: int
