@@ -119,7 +119,9 @@ def fastest(rows: Sequence[Row], side: str, draft_lens: Collection[int]) -> Row:
 
 
 def poisson(rows: Sequence[Row]) -> list[Row]:
-    """Arrivals of each side; the draft length that served most at saturation is its best one."""
+    """Arrivals of each side; the draft length that served most at saturation is its best one.
+
+    Where a side was put under a given rate, it is the best of the lengths that were."""
     found = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
         mine = [r for r in rows if r["part"] == "poisson" and r["workload"] == workload and "cut_after_s" not in r]
@@ -127,7 +129,8 @@ def poisson(rows: Sequence[Row]) -> list[Row]:
             saturated = {r["draft_len"]: r["requests_per_s"] for r in mine if r["side"] == side and r.get("saturated")}
             if not saturated:
                 continue
-            top = max(saturated, key=lambda k: saturated[k])
+            given = {r["draft_len"] for r in mine if r["side"] == side and r.get("rate") == "given"}
+            top = max(given & set(saturated) or saturated, key=lambda k: saturated[k])
             entry: Row = {"workload": workload, "side": side, "draft_len": top, "saturated_requests_per_s": saturated}
             for name in ("own", "given"):
                 entry[name] = [r for r in mine if r["side"] == side and r["draft_len"] == top and r.get("rate") == name]

@@ -208,3 +208,22 @@ def test_arrivals_are_compared_at_the_rate_of_the_peer(modules: tuple[ModuleType
         (9.0, 5.0, False),
         (980.0, 970.0, True),
     ]
+
+
+def test_arrivals_are_compared_where_both_had_them(modules: tuple[ModuleType, ModuleType]) -> None:
+    """At the draft length that was put under the peer's rate, though another one serves more at saturation."""
+    _, vs_report = modules
+    common = dict(workload="smol", part="poisson", tokens_per_s=1000.0, gap_p99_ms=9.0, token_p99_ms=3.0)
+
+    def rows(side: str, draft_len: int, most: float, **rates: float) -> list[dict[str, Any]]:
+        saturated = common | dict(side=side, draft_len=draft_len, saturated=True, requests_per_s=most)
+        return [
+            saturated,
+            *(common | dict(side=side, draft_len=draft_len, rate=n) | {"requests_per_s": r} for n, r in rates.items()),
+        ]
+
+    mine = [*rows("ours", 3, 90.0, own=63.0), *rows("ours", 15, 80.0, own=56.0, given=35.0)]
+    found = vs_report.report([*mine, *rows("vllm", 15, 50.0, own=35.0)])["poisson"]
+    assert [(row["side"], row["draft_len"]) for row in found] == [("ours", 15), ("vllm", 15)]
+    assert [row["requests_per_s"] for row in found[0]["given"]] == [35.0]
+    assert vs_report.report(rows("ours", 3, 90.0) + rows("ours", 15, 80.0))["poisson"][0]["draft_len"] == 3
