@@ -179,8 +179,9 @@ class ControlState:
                     f"schedule: a pin has at most {_PIN_ENTRIES} entries, got {len(order.schedule)}; name only the "
                     "batch sizes up to which another draft length holds"
                 )
-            for line in self.live_lines.values():
-                check_schedule(order.schedule, max_draft_len=line.draft_lens[-1])
+            longest = max(order.schedule.values(), default=0)  # without a replica no limit is known
+            for limit in [line.draft_lens[-1] for line in self.live_lines.values()] or [longest]:
+                check_schedule(order.schedule, max_draft_len=limit)
         if self.order is not None and order.issued_at <= self.order.issued_at:
             order = msgspec.structs.replace(order, issued_at=math.nextafter(self.order.issued_at, math.inf))
         self.see_order(order)
@@ -365,6 +366,8 @@ class ControlState:
             self._log = DifferenceLog(width=width)
         self._log.widen(width)
         self._memory.widen(width)
+        if self.belief is not None and len(self.belief.hazards) < width:
+            self.belief = None  # it says nothing of so long drafts; the next one will
         key = line_key(registration)
         if key not in self.lines:
             entries = schedule_entries(registration.static_schedule, registration.max_num_seqs, registration.draft_lens)

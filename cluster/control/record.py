@@ -34,6 +34,8 @@ class Record:
 
     def judge(self, time: float, at_risk_W: np.ndarray, accepted_W: np.ndarray) -> None:
         """Counts of about `time`, not before the last ones: how unlikely each belief held them well before."""
+        if self._predictions and self._predictions[0][1].shape[1] < len(at_risk_W):
+            self._predictions.clear()  # a replica with longer drafts has come: nothing was said of those positions
         made_by = time - _AHEAD_S
         while len(self._predictions) > 1 and self._predictions[1][0] <= made_by:
             self._predictions.popleft()

@@ -235,6 +235,31 @@ def test_a_rollout_that_changes_the_declared_lengths_keeps_what_was_learnt() -> 
     assert set(push.schedule) == {1, 2, 4, 8, 16} and push.schedule[8] in (0, 1)
 
 
+@pytest.mark.parametrize("steps", [20, 1])
+def test_a_replica_with_longer_drafts_joins_while_others_serve_much_or_little(steps: int) -> None:
+    """What is believed and predicted before it came says nothing of the positions that only it has."""
+    cluster = Cluster(1)
+    cluster.run(60)
+
+    def serve(seconds: int) -> None:
+        for _ in range(seconds):
+            cluster.now += 1.0
+            for replica in cluster.replicas.values():
+                replica.decode(rows=1, draft_len=0, hazards=HARD, steps=steps, scored=7)
+                cluster.answer(replica, cluster.state.report(replica.report(), now=cluster.now))
+            cluster.push(cluster.state.decide(now=cluster.now))
+
+    serve(8)
+    new = cluster.replicas["new"] = CountingReplica("new", seed=9, static={8: 15})
+    cluster.applied["new"] = []
+    registration = new.registration(draft_lens=(0, 1, 3, 7, 15))
+    cluster.answer(new, cluster.state.register(registration, now=cluster.now))
+    assert cluster.state.belief is None  # a decision from too few rows for a new one would ask it for 15 positions
+    cluster.push(cluster.state.decide(now=cluster.now))
+    serve(12)
+    assert cluster.state.belief is not None and len(cluster.state.belief.hazards) == 15
+
+
 def test_a_schedule_without_replicas_is_neither_asked_nor_shown_and_forgotten_in_the_end() -> None:
     cluster = Cluster(1)
     cluster.run(5)
@@ -309,6 +334,16 @@ def test_a_pin_without_end_is_refused_and_changes_nothing() -> None:
     assert cluster.state.held is None
     cluster.state.give(Order(mode="pin", issued_at=1.0, schedule=dict.fromkeys(range(1, 1025), 2)), now=cluster.now)
     assert cluster.state.held is not None
+
+
+@pytest.mark.parametrize("entries", [{}, {0: 2}, {-4: 2}, {8: -1}])
+def test_a_pin_that_no_replica_could_take_is_refused_also_while_there_is_none(entries: dict[int, int]) -> None:
+    state = ControlState(started_at=0.0)
+    with pytest.raises(ValueError, match="draft_len_schedule"):
+        state.give(Order(mode="pin", issued_at=1.0, schedule=entries), now=1.0)
+    assert state.held is None
+    state.give(Order(mode="pin", issued_at=2.0, schedule={8: 2}), now=2.0)
+    assert state.held is not None
 
 
 def test_an_order_counts_though_the_operator_s_clock_is_behind_that_of_the_one_before() -> None:
