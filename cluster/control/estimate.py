@@ -210,10 +210,14 @@ class ControlState:
         ]
 
     def _wanted(self, replica: Replica, plains: dict[int, dict[int, int]]) -> dict[int, int]:
-        """The schedule a replica should have: the pinned one, its own, or its line's. plains: those known in plain."""
+        """The schedule a replica should have: the pinned one, its own, or its line's. plains: those known in plain, by
+        their identity, of a pinned one by its longest draft."""
         if self.held is not None and self.held.mode == "pin":
             limit = replica.registration.draft_lens[-1]  # `give` checked it for the replicas of its time
-            return {bound: min(draft_len, limit) for bound, draft_len in sorted(self.held.schedule.items())}
+            if limit not in plains:
+                entries = sorted(self.held.schedule.items())
+                plains[limit] = {bound: min(draft_len, limit) for bound, draft_len in entries}
+            return plains[limit]
         schedule = replica.line.schedule if replica.own is None else replica.own
         if id(schedule) not in plains:
             plains[id(schedule)] = plain(schedule)

@@ -346,6 +346,17 @@ def test_a_pin_that_no_replica_could_take_is_refused_also_while_there_is_none(en
     assert state.held is not None
 
 
+def test_a_pin_is_spelled_out_once_for_all_replicas_of_one_limit() -> None:
+    cluster = Cluster(3)
+    cluster.run(5)
+    short = CountingReplica("short", seed=9, static={8: 3})
+    cluster.state.register(short.registration(draft_lens=(0, 1, 3)), now=cluster.now)
+    cluster.state.see_order(Order(mode="pin", issued_at=1.0, schedule={8: 2, 2: 5}))  # given before the short one came
+    schedules = {push.replica_id: push.schedule for push in cluster.state.decide(now=cluster.now)}
+    assert list(schedules["r0"].items()) == [(2, 5), (8, 2)] and schedules["short"] == {2: 3, 8: 2}
+    assert schedules["r0"] is schedules["r1"] is schedules["r2"]
+
+
 def test_an_order_counts_though_the_operator_s_clock_is_behind_that_of_the_one_before() -> None:
     cluster = Cluster(2)
     cluster.run(5)
