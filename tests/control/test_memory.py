@@ -150,6 +150,17 @@ def test_a_lead_counts_from_when_it_began_whatever_was_lost_before() -> None:
     assert not record.is_ahead(1, by_s=0.0, at_least=0.0) and record.losses_M[0] == record.losses_M[1]
 
 
+def test_what_was_predicted_before_a_detected_change_gives_nobody_a_lead() -> None:
+    record = Record(2)
+    for second in range(10):
+        record.predict(float(second), np.array([[0.9], [0.5]]))
+    record.start_first_anew(10.0)
+    for second in range(10, 17):
+        record.predict(float(second), np.array([[0.1], [0.5]]))
+        record.judge(float(second), np.array([10]), np.array([1]))
+        assert not record.is_ahead(1, by_s=0.0, at_least=0.0)
+
+
 def test_of_predictions_at_one_time_the_last_is_judged() -> None:
     record = Record(2)
     record.predict(0.0, np.array([[0.9], [0.5]]))
