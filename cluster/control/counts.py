@@ -1,6 +1,7 @@
 """Merging replicas' counters: differences of cumulative counts, and a log of them that forgets with traffic."""
 
 import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class ReplicaCounts:
         """What happened since the last accepted report; nothing for a repeated or late one.
 
         Raises:
-            ValueError: a count shrank, which counters of one incarnation never do.
+            ValueError: a count shrank, which counters of one incarnation never do, or no steps are counted so.
         """
         if incarnation != self.incarnation or sequence <= self.sequence:
             return Difference()
@@ -113,6 +114,8 @@ def _difference(pairs: Sequence[tuple[CellCounts, CellCounts]]) -> Difference:
         )
         if min(program[2:]) < 0 or _has_shrunk(new.at_risk, old.at_risk) or _has_shrunk(new.accepted, old.accepted):
             raise ValueError(f"cells: counts of a later report are smaller: {new} after {old}")
+        if program.decode_steps > program.steps or not math.isfinite(program.decode_time_s):
+            raise ValueError(f"cells: no steps are counted so: {new} after {old}")
         programs.append(program)
         if new.at_risk:
             rows = new.at_risk[0] - (old.at_risk[0] if old.at_risk else 0)

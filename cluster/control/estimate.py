@@ -121,7 +121,7 @@ class ControlState:
         """Learns from a replica's counters. Repeated, late and lost reports make no difference.
 
         Raises:
-            ValueError: counts that shrank.
+            ValueError: counts that shrank or cannot be.
         """
         replica = self.replicas.get(report.replica_id)
         if replica is None or report.incarnation > replica.counts.incarnation:

@@ -1,5 +1,6 @@
 """Lost, repeated and late reports change nothing; idle time ages nothing; old traffic fades."""
 
+import math
 import random
 
 import msgspec
@@ -79,6 +80,22 @@ def test_counts_that_shrink_are_refused() -> None:
     for changes in ({"accepted": (*cell.accepted[:-1], cell.accepted[-1] - 1)}, {"at_risk": cell.at_risk[:-1]}):
         with pytest.raises(ValueError, match="smaller"):
             counts.absorb(incarnation=1, sequence=1, cells=(msgspec.structs.replace(cell, **changes),))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"decode_time_s": math.nan}, {"decode_time_s": math.inf}, {"steps": 0}],
+    ids=["nan", "endless", "no steps"],
+)
+def test_steps_that_cannot_be_are_refused_and_leave_nothing(wrong: dict[str, float]) -> None:
+    """One such time would make every draft length of an accelerator type look alike for ever."""
+    replica = CountingReplica("r", seed=1, static={8: 3})
+    replica.decode(rows=4, draft_len=3, hazards=[0.7] * 3, steps=5)
+    counts = ReplicaCounts(incarnation=1, sequence=0, cells=())
+    (cell,) = replica.cells
+    with pytest.raises(ValueError, match="no steps are counted so"):
+        counts.absorb(incarnation=1, sequence=1, cells=[msgspec.structs.replace(cell, **wrong)])
+    assert counts.absorb(incarnation=1, sequence=2, cells=[cell]).has_rows
 
 
 def test_the_clock_counts_traffic_and_cuts_gaps() -> None:
