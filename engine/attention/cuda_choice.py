@@ -30,14 +30,13 @@ class DecodeCut:
 class BulkCut:
     """Of the kernel fed by the tensor copy engine.
 
-    num_splits: programs of a KV head; positions, rows: of a tile; early: it reads before the kernel before has ended.
+    num_splits: programs of a KV head; positions, rows: of a tile.
     """
 
     num_splits: int
     positions: int = 64
     num_stages: int = 4
     rows: int = 64
-    early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

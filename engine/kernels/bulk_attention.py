@@ -6,9 +6,6 @@ without a pause. The parts that the splits leave are merged as those of `engine.
 Units of 16 positions go to the splits in turn, so which split a position belongs to follows from the position alone,
 and so do a query's bits: of a tile that it does not see, or sees in part, masked positions add exact zeros.
 
-A cut may start `early`: with `pdl` it does not wait for the kernel before it until it needs the queries or a unit that
-holds one of their positions. See `bulk_attention` for what that kernel must not write then.
-
 Shapes: R sequences, Q queries of each, h heads, g KV heads, G = h / g, D head size, S splits, B table columns.
 """
 
@@ -40,16 +37,14 @@ _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank
 
 
 @gluon.jit
-def _rows_of_tile(
-    table_ptr, first_unit, num_splits, columns, PAGE: gl.constexpr, UNITS: gl.constexpr, EARLY: gl.constexpr
-):
+def _rows_of_tile(table_ptr, first_unit, num_splits, columns, PAGE: gl.constexpr, UNITS: gl.constexpr):
     """First row in the cache of each unit of a tile; past the table's end some row that exists."""
     PER_PAGE: gl.constexpr = PAGE // _UNIT
     rows = ()
     for i in gl.static_range(UNITS):
         unit = first_unit + i * num_splits
         page = gl.minimum(unit // PER_PAGE, columns - 1)
-        block = gl.load(table_ptr + page, volatile=EARLY).to(gl.int32)
+        block = gl.load(table_ptr + page).to(gl.int32)
         rows = rows + (block * PAGE + unit % PER_PAGE * _UNIT,)  # noqa: RUF005
     return rows
 
@@ -81,7 +76,6 @@ def _bring(
     rows,
     columns,
     column,
-    start,
     split,
     num_splits,
     left,
@@ -89,20 +83,17 @@ def _bring(
     UNITS: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """Brings a split's `left` units of one head, tile by tile. rows: of its first tile."""
     unit = split
     for tile in range((left + UNITS - 1) // UNITS):
         stage = tile % STAGES
-        if EARLY and (unit + (UNITS - 1) * num_splits + 1) * _UNIT > start:
-            gdc_wait()  # the kernel before writes positions from start on
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
         first = stage * UNITS * (D // _HALF)
         _ask(k_desc, rows, column, k_units, first, k_full.index(stage), left, UNITS, D)
         _ask(v_desc, rows, column, v_units, first, v_full.index(stage), left, UNITS, D)
         unit += UNITS * num_splits
-        rows = _rows_of_tile(table_ptr, unit, num_splits, columns, PAGE, UNITS, EARLY)
+        rows = _rows_of_tile(table_ptr, unit, num_splits, columns, PAGE, UNITS)
         left -= UNITS
 
 
@@ -135,7 +126,6 @@ def _attend(
     BN: gl.constexpr,
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """Leaves maximum, sum and weighted values of a split's `left` units. longest: the positions of all rows."""
     UNITS: gl.constexpr = BN // _UNIT
@@ -145,9 +135,6 @@ def _attend(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
 
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     m = gl.arange(0, BM, gl.SliceLayout(1, WIDE))
     d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
     at = (sequence * Q + m // G) * q_row_stride + (kv_head * G + m % G) * D
@@ -231,7 +218,6 @@ def _bulk_kernel(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
     SHARED: gl.constexpr,
-    EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
     UNITS: gl.constexpr = BN // _UNIT
@@ -250,18 +236,16 @@ def _bulk_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    if PDL and not EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     head_of_all, split = gl.program_id(0), gl.program_id(1)
     sequence = head_of_all // kv_heads
     kv_head = head_of_all % kv_heads
-    start = gl.load(start_ptr + sequence, volatile=EARLY).to(gl.int32)
-    kv_len = gl.load(kv_len_ptr + sequence, volatile=EARLY).to(gl.int32)
+    start = gl.load(start_ptr + sequence).to(gl.int32)
+    kv_len = gl.load(kv_len_ptr + sequence).to(gl.int32)
     table_ptr += sequence * table_stride
-    rows = _rows_of_tile(
-        table_ptr, split, num_splits, columns, PAGE, UNITS, EARLY
-    )  # at once: before the length is known
+    rows = _rows_of_tile(table_ptr, split, num_splits, columns, PAGE, UNITS)  # at once: before the length is known
     longest = kv_len
     if CAUSAL:
         longest = gl.minimum(start + Q, kv_len)
@@ -300,7 +284,6 @@ def _bulk_kernel(
                         BN,
                         CAUSAL,
                         STAGES,
-                        EARLY,
                     ),
                 ),
                 (
@@ -317,7 +300,6 @@ def _bulk_kernel(
                         rows,
                         columns,
                         kv_head * D,
-                        start,
                         split,
                         num_splits,
                         left,
@@ -325,16 +307,12 @@ def _bulk_kernel(
                         UNITS,
                         D,
                         STAGES,
-                        EARLY,
                     ),
                 ),
             ],
             [1],
             [40],
         )
-    elif EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 def bulk_attention(
@@ -355,8 +333,6 @@ def bulk_attention(
     """Writes the attention of R x q_len rows, sequence by sequence, into out_NE [N, h * D]. bfloat16.
 
     See `engine.attention.context` for the other shapes. workspace: `Workspace.create` of the cut.
-    pdl, with an early cut: the kernel before writes no start, length or block table, and no K or V below a start. Those
-    before that one may: when it runs they have ended (`engine.kernels.device_ops`).
     """
     _, h, D = q_NhD.shape
     blocks, block_size, g, _ = k_cache.shape
@@ -389,7 +365,6 @@ def bulk_attention(
         CAUSAL=causal,
         STAGES=cut.num_stages,
         SHARED=_SHARED,
-        EARLY=cut.early and pdl,
         PDL=pdl,
         num_warps=4,
         maxnreg=_MAX_REGISTERS,

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,103 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.gemm_choice import STREAM_ROWS, STREAM_TILE, StreamCut
 from engine.kernels.row_gemm import Scaled
+from engine.kernels.stream_copies import BM, BOX, TILE, bring
 
-_BOX = gl.constexpr(64)  # columns of a copy: 128 bytes, the width of the swizzle
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MAX_REGISTERS = 128  # of a thread at launch, so that the next kernel's programs fit beside
-_TILE = gl.constexpr(STREAM_TILE)
-_BM = gl.constexpr(STREAM_ROWS)
-
-
-@gluon.jit
-def _bring(
-    w_desc,
-    x_desc,
-    w_units,
-    x_units,
-    w_full,
-    x_full,
-    empty,
-    first_unit,
-    num_tiles,
-    N,
-    STEPS: gl.constexpr,
-    UNITS: gl.constexpr,
-    BK: gl.constexpr,
-    HALVES: gl.constexpr,
-    STAGGERED: gl.constexpr,
-    STAGES: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Brings the STEPS steps of each of a program's UNITS units."""
-    AHEAD: gl.constexpr = min(STAGES, STEPS * UNITS)
-    for number in range(AHEAD):
-        _bring_weights(w_desc, w_units, w_full, number, first_unit, num_tiles, N, STEPS, BK, HALVES, STAGGERED, STAGES)
-    if PDL:
-        gdc_wait()
-    for number in range(STEPS * UNITS):
-        stage = number % STAGES
-        mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
-        if number >= AHEAD:
-            _bring_weights(
-                w_desc,
-                w_units,
-                w_full,
-                number,
-                first_unit,
-                num_tiles,
-                N,
-                STEPS,
-                BK,
-                HALVES,
-                STAGGERED,
-                STAGES,
-            )
-        unit = first_unit + number // STEPS
-        tile, split = unit % num_tiles, unit // num_tiles
-        column = (split * STEPS + _turned(number % STEPS, tile, STEPS, STAGGERED)) * BK
-        mbarrier.expect(x_full.index(stage), _BM * BK * 2)
-        for box in gl.static_range(BK // _BOX):
-            tma.async_copy_global_to_shared(
-                x_desc, [0, column + box * _BOX], x_full.index(stage), x_units.index(stage * (BK // _BOX) + box)
-            )
-
-
-@gluon.jit
-def _turned(step, tile, STEPS: gl.constexpr, STAGGERED: gl.constexpr):
-    if STAGGERED:
-        step = (step + tile * 5) % STEPS
-    return step
-
-
-@gluon.jit
-def _bring_weights(
-    w_desc,
-    w_units,
-    w_full,
-    number,
-    first_unit,
-    num_tiles,
-    N,
-    STEPS: gl.constexpr,
-    BK: gl.constexpr,
-    HALVES: gl.constexpr,
-    STAGGERED: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    BOXES: gl.constexpr = BK // _BOX
-    HEIGHT: gl.constexpr = _TILE // HALVES
-    stage = number % STAGES
-    unit = first_unit + number // STEPS
-    tile, split = unit % num_tiles, unit // num_tiles
-    place = split * STEPS + _turned(number % STEPS, tile, STEPS, STAGGERED)
-    mbarrier.expect(w_full.index(stage), _TILE * BK * 2)
-    for box in gl.static_range(BOXES):
-        for half in gl.static_range(HALVES):
-            at = [tile * HEIGHT + half * N, place * BK + box * _BOX]
-            tma.async_copy_global_to_shared(
-                w_desc, at, w_full.index(stage), w_units.index((stage * BOXES + box) * HALVES + half)
-            )
 
 
 @gluon.jit
@@ -169,19 +75,19 @@ def _multiply(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    OUT: gl.constexpr = _TILE // 2 if SWIGLU else _TILE
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BM, 16])
+    OUT: gl.constexpr = TILE // 2 if SWIGLU else TILE
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LONG: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     END: gl.constexpr = gl.BlockedLayout([4 if SWIGLU else 8, 1], [8, 4], [1, 4], [0, 1])
     LIST: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    m = gl.arange(0, _BM, gl.SliceLayout(0, END))
+    m = gl.arange(0, BM, gl.SliceLayout(0, END))
     real = m < M
-    factor = gl.full([_BM], 1.0, gl.float32, gl.SliceLayout(0, END))
+    factor = gl.full([BM], 1.0, gl.float32, gl.SliceLayout(0, END))
     if NORM:
-        row = gl.arange(0, _BM, gl.SliceLayout(1, LIST))
+        row = gl.arange(0, BM, gl.SliceLayout(1, LIST))
         part = gl.arange(0, PARTS, gl.SliceLayout(0, LIST))
         read = (row < M)[:, None] & (part < num_parts)[None, :]
         squares = gl.load(squares_ptr + row[:, None] * num_parts + part[None, :], mask=read, other=0.0)
@@ -191,11 +97,11 @@ def _multiply(
         tile, split = unit % num_tiles, unit // num_tiles
         n = tile * OUT + gl.arange(0, OUT, gl.SliceLayout(1, END))
         write = real[None, :] & (n < N)[:, None]
-        residual = gl.zeros([OUT, _BM], gl.float32, END)
+        residual = gl.zeros([OUT, BM], gl.float32, END)
         if RESIDUAL:
             at = residual_ptr + m[None, :] * residual_stride + n[:, None]
             residual = gl.load(at, mask=write, other=0.0).to(gl.float32)
-        sums = gl.zeros([_TILE, _BM], gl.float32, SUMS)
+        sums = gl.zeros([TILE, BM], gl.float32, SUMS)
         for step in range(STEPS):
             number = own * STEPS + step
             stage = number % STAGES
@@ -209,17 +115,17 @@ def _multiply(
         y = gl.convert_layout(sums, LONG)
         last = True
         if SPLITS > 1:
-            weight_row = gl.arange(0, _TILE, gl.SliceLayout(1, LONG))
-            cell = weight_row[:, None] + _TILE * gl.arange(0, _BM, gl.SliceLayout(0, LONG))[None, :]
-            part_at = part_ptr + tile * (SPLITS * _BM * _TILE) + cell
-            gl.store(part_at + split * (_BM * _TILE), y)
+            weight_row = gl.arange(0, TILE, gl.SliceLayout(1, LONG))
+            cell = weight_row[:, None] + TILE * gl.arange(0, BM, gl.SliceLayout(0, LONG))[None, :]
+            part_at = part_ptr + tile * (SPLITS * BM * TILE) + cell
+            gl.store(part_at + split * (BM * TILE), y)
             tl.debug_barrier()
             last = gl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
             if last:
                 gl.store(count_ptr + tile, 0)
-                y = gl.zeros([_TILE, _BM], gl.float32, LONG)
+                y = gl.zeros([TILE, BM], gl.float32, LONG)
                 for other in gl.static_range(SPLITS):
-                    y += gl.load(part_at + other * (_BM * _TILE), cache_modifier=".cg")
+                    y += gl.load(part_at + other * (BM * TILE), cache_modifier=".cg")
         if last:
             if SWIGLU:
                 y_tile.store(y)
@@ -282,12 +188,12 @@ def _stream_kernel(
     SHARED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _TILE, BK], SHARED)
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _BM, BK], SHARED)
-    y_tile = gl.allocate_shared_memory(gl.float32, [_TILE, _BM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, BK], SHARED)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], SHARED)
+    y_tile = gl.allocate_shared_memory(gl.float32, [TILE, BM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     # A tile lies in pieces of 64 columns, row after row: a copy is one of them, or its gate or up rows.
-    w_units = w_tiles._reinterpret(gl.bfloat16, [STAGES * (BK // _BOX) * HALVES, _TILE // HALVES, _BOX], SHARED)
-    x_units = x_tiles._reinterpret(gl.bfloat16, [STAGES * (BK // _BOX), _BM, _BOX], SHARED)
+    w_units = w_tiles._reinterpret(gl.bfloat16, [STAGES * (BK // BOX) * HALVES, TILE // HALVES, BOX], SHARED)
+    x_units = x_tiles._reinterpret(gl.bfloat16, [STAGES * (BK // BOX), BM, BOX], SHARED)
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -340,7 +246,7 @@ def _stream_kernel(
                 ),
             ),
             (
-                _bring,
+                bring,
                 (
                     w_desc,
                     x_desc,
@@ -414,8 +320,8 @@ def stream_gemm(
     halves = 2 if swiglu else 1
     nothing = out_MN  # a pointer nobody follows
     _stream_kernel[(units // cut.units,)](
-        TensorDescriptor.from_tensor(weight, [STREAM_TILE // halves, _BOX.value], _SHARED),
-        TensorDescriptor.from_tensor(x, [STREAM_ROWS, _BOX.value], _SHARED),
+        TensorDescriptor.from_tensor(weight, [STREAM_TILE // halves, BOX.value], _SHARED),
+        TensorDescriptor.from_tensor(x, [STREAM_ROWS, BOX.value], _SHARED),
         nothing if bias is None else bias,
         nothing if scaled_in is None else scaled_in.squares_MP,
         nothing if residual_MN is None else residual_MN,

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from engine.config.decoding import warn_of_allow_advanced_sampling
+from tests.engine.resolving import B200, CPU, DRAFTER, TARGET, resolve, spec, write_checkpoint
 from tests.engine.test_models_config_refuses import REMOVE, edited
-from tests.engine.test_resolve import B200, CPU, DRAFTER, TARGET, resolve, spec, write_checkpoint
 
 MASK = (
     "DFlash requires mask_token_id to be set. Please set it in DFlashDecodingConfig or ensure the draft model config "

@@ -117,11 +117,16 @@ def test_the_largest_steps_run_what_no_program_holds(tmp_path, monkeypatch, pena
     )
     config = replace(config, num_blocks=2, decode_programs="repeated")
     forwards, scored, changed = [], [], []
-    run, score, apply = TargetProgram.run, runner_module.score_prompts, LogitsStage.apply
+    run, run_decode = TargetProgram.run, TargetProgram.run_decode
+    score, apply = runner_module.score_prompts, LogitsStage.apply
 
     def noting_run(self, inputs, *rest):
         forwards.append(inputs.ids_N.shape[0])
         return run(self, inputs, *rest)
+
+    def noting_run_decode(self, inputs):
+        forwards.append(inputs.ids_N.shape[0])
+        return run_decode(self, inputs)
 
     def noting_score(hidden_NH, **rest):
         scores = score(hidden_NH, **rest)
@@ -134,6 +139,7 @@ def test_the_largest_steps_run_what_no_program_holds(tmp_path, monkeypatch, pena
 
     runner = runner_of(config, [(3, 3)], load_drafter(config, TpGroup.solo()))
     monkeypatch.setattr(TargetProgram, "run", noting_run)
+    monkeypatch.setattr(TargetProgram, "run_decode", noting_run_decode)
     monkeypatch.setattr(runner_module, "score_prompts", noting_score)
     monkeypatch.setattr(LogitsStage, "apply", noting_apply)
     launch_largest_steps(runner, config)

@@ -34,7 +34,6 @@ PROBLEMS = [
 ]
 CUTS = [
     BulkCut(num_splits=16),
-    BulkCut(num_splits=16, early=True),
     BulkCut(num_splits=1, positions=64, num_stages=3),
     BulkCut(num_splits=5, positions=32, num_stages=4),
 ]
