@@ -98,9 +98,12 @@ def parse_schedule(text: str) -> dict[int, int]:
         if ":" not in text:
             return {1_000_000: int(text)}
         pairs = [part.split(":") for part in text.split(",")]
-        entries = {int(size): int(length) for size, length in pairs}
+        given = [(int(size), int(length)) for size, length in pairs]
     except ValueError as error:
         raise ValueError(f'SCHEDULE: {text!r} is neither K nor of the form "4:7,16:3"') from error
+    entries = dict(given)
+    if len(entries) < len(given):
+        raise ValueError(f"SCHEDULE: {text!r} names a batch size twice; give each one K")
     check_schedule(entries, max_draft_len=max(entries.values()))
     return entries
 

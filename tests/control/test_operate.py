@@ -15,6 +15,8 @@ def test_a_schedule_is_pairs_or_one_length() -> None:
     for text in ("", "a", "4:", "4:7;8:3", "0:3", "4:-1"):
         with pytest.raises(ValueError, match=r"SCHEDULE|draft_len_schedule"):
             parse_schedule(text)
+    with pytest.raises(ValueError, match=r"SCHEDULE: '4:7,4:3' names a batch size twice; give each one K"):
+        parse_schedule("4:7,4:3")
 
 
 def test_controllers_are_found_by_their_names() -> None:
