@@ -7,8 +7,7 @@ recorded programs included. For each concurrency: milliseconds of a step between
 the wall, and a table of the kernels of --steps steps. For each prompt length, alone: milliseconds to its first token
 with and without drafts, and the same table.
 
-A kernel's `us` is the time by which it moves the end of what has run so far: kernels that are started early and wait
-for the one before count nothing twice, and the tables' sums with `idle_us` give the time of the whole stretch.
+`trace_table.py` tells what the tables hold, `peer_trace.py` makes them of vLLM.
 """
 
 import argparse
@@ -24,13 +23,13 @@ from typing import Any
 import torch
 from command_line import command_line
 from gpu_engine import q8_config, random_prompts
-from gpu_lab import Lab, save, show_progress, versions
+from gpu_lab import Lab, fill_as_vllm_does, save, show_progress, versions
 from torch.profiler import ProfilerActivity, profile
+from trace_table import GpuMonitor, device_events, reckon
 
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
-GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # The kernels with which the decode rows' target and what follows its verdict begin (context and drafts).
 PHASES = {"_target_rows_kernel": "target", "_commit_kernel": "drafter"}
 
@@ -40,18 +39,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 32, 128])
     parser.add_argument("--prompts", type=int, nargs="*", default=[4096], help="lengths of lone prompts")
-    parser.add_argument("--draft-len", type=int, default=15)
+    parser.add_argument("--draft-lens", type=int, nargs="+", default=[15], help="decode steps at each")
     parser.add_argument("--prompt-tokens", type=int, default=400, help="ahead of the decode steps")
+    parser.add_argument("--warm-s", type=float, default=0.5, help="of decode steps ahead of what is measured")
+    parser.add_argument("--tokens", type=int, default=1024, help="room for the answers")
     parser.add_argument("--steps", type=int, default=3, help="under the profiler")
     parser.add_argument("--acceptance-length", type=float, default=6.5)
     parser.add_argument("--max-model-len", type=int, default=8704)
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--target-weights", choices=("uniform", "normal"), default="uniform")
     parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
     parser.add_argument("--seconds", type=float, default=75.0, help="nothing new is begun after so long")
     args = parser.parse_args()
-    args.draft_lens, args.tokens = [0, args.draft_len], 256
+    args.measured_lens, args.draft_lens = args.draft_lens, [0, *args.draft_lens]
     return args
 
 
@@ -60,6 +62,7 @@ class Driver:
 
     def __init__(self, lab: Lab, device: str) -> None:
         self.lab, self.device, self._count = lab, device, 0
+        self.monitor = GpuMonitor()
 
     def sync(self) -> None:
         if self.device == "cuda":
@@ -105,58 +108,18 @@ def table(run: Callable[[], object], sync: Callable[[], None], scratch: Path) ->
         sync()
     path = scratch / "trace.json"
     profiler.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in GPU_WORK]
-    return reckon(events)
+    return reckon(device_events(path), PHASES)
 
 
-def reckon(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """`table` of a trace's events, times in microseconds."""
-    events = sorted(events, key=lambda e: (e["ts"], e["ts"] + e["dur"]))
-    if not events:
-        return {"kernels": []}
-    end, idle = events[0]["ts"], 0.0
-    gaps: list[tuple[float, str]] = []
-    found: dict[tuple[str, str, str], list[float]] = {}
-    phases: dict[str, float] = {}
-    phase = "start"
-    for event in events:
-        phase = PHASES.get(event["name"], phase)
-        start, stop = event["ts"], event["ts"] + event["dur"]
-        if start > end:
-            idle += start - end
-            gaps.append((round(start - end, 1), event["name"][:60]))
-        moved = max(0.0, stop - max(start, end))
-        end = max(end, stop)
-        key = (phase, event["name"], str(event.get("args", {}).get("grid", "")))
-        found.setdefault(key, []).append(moved)
-        phases[phase] = phases.get(phase, 0.0) + moved
-    whole = end - events[0]["ts"]
-    rows = [
-        {
-            "phase": phase,
-            "name": name[:140],
-            "grid": grid,
-            "calls": len(times),
-            "us": round(sum(times), 1),
-            "each_us": round(sum(times) / len(times), 2),
-            "share": round(sum(times) / whole, 4),
-        }
-        for (phase, name, grid), times in found.items()
-    ]
-    return {
-        "whole_us": round(whole, 1),
-        "idle_us": round(idle, 1),
-        "phases_us": {phase: round(us, 1) for phase, us in phases.items()},
-        "longest_gaps": sorted(gaps, reverse=True)[:12],
-        "kernels": sorted(rows, key=lambda row: -row["us"]),
-    }
-
-
-def decode(driver: Driver, args: argparse.Namespace, concurrency: int, vocab: int, scratch: Path) -> dict[str, Any]:
+def decode(
+    driver: Driver, args: argparse.Namespace, concurrency: int, draft_len: int, vocab: int, scratch: Path
+) -> dict[str, Any]:
     core = driver.lab.core
+    driver.lab.set_draft_len(draft_len)
     names = driver.add(random_prompts(concurrency, args.prompt_tokens, vocab), args.tokens)
     driver.until_all_decode(names)
-    for _ in range(3):
+    begun = time.perf_counter()
+    while time.perf_counter() < begun + args.warm_s:
         core.step()
     device_s: list[float] = []
     original = driver.lab.rank.runner.collect
@@ -168,9 +131,10 @@ def decode(driver: Driver, args: argparse.Namespace, concurrency: int, vocab: in
 
     driver.lab.rank.runner.collect = collect
     started = time.perf_counter()
-    for _ in range(8):
+    for _ in range(16):
         core.step()
-    wall_ms = 1e3 * (time.perf_counter() - started) / 8
+    wall_ms = 1e3 * (time.perf_counter() - started) / 16
+    gpu = driver.monitor.since(begun + args.warm_s / 2)
     driver.lab.rank.runner.collect = original
 
     def steps() -> None:
@@ -179,7 +143,8 @@ def decode(driver: Driver, args: argparse.Namespace, concurrency: int, vocab: in
 
     row = {
         "concurrency": concurrency,
-        "draft_len": args.draft_len,
+        "draft_len": draft_len,
+        "gpu": gpu,
         "step_device_ms": round(1e3 * statistics.median(device_s), 4),
         "step_wall_ms": round(wall_ms, 4),
         "steps": args.steps,
@@ -192,7 +157,7 @@ def decode(driver: Driver, args: argparse.Namespace, concurrency: int, vocab: in
 def lone_prompt(driver: Driver, args: argparse.Namespace, length: int, vocab: int, scratch: Path) -> dict[str, Any]:
     prompt = random_prompts(1, length, vocab)[0]
     row: dict[str, Any] = {"prompt": length, "first_token_ms": {}}
-    for draft_len in (0, args.draft_len):
+    for draft_len in (0, max(args.measured_lens)):
         driver.lab.set_draft_len(draft_len)
         times = [driver.first_token_ms(prompt) for _ in range(6)][1:]
         row["first_token_ms"][draft_len] = [round(t, 3) for t in times]
@@ -209,16 +174,19 @@ def main() -> None:
         config = q8_config(args, scratch)
         lab = Lab(config)
         record["start_s"] = round(lab.start_s, 1)
+        if args.target_weights == "uniform":
+            fill_as_vllm_does(lab.rank.runner._target_program._model)
         driver, vocab = Driver(lab, args.device), config.target.vocab_size
         parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-            (f"{c} requests", lambda c=c: decode(driver, args, c, vocab, scratch)) for c in reversed(args.concurrency)
+            (f"{c} requests, K = {k}", lambda c=c, k=k: decode(driver, args, c, k, vocab, scratch))
+            for c in reversed(args.concurrency)
+            for k in args.measured_lens
         ]
         parts += [(f"prompt of {n}", lambda n=n: lone_prompt(driver, args, n, vocab, scratch)) for n in args.prompts]
         for name, part in parts:
             if time.perf_counter() - began > args.seconds:
                 record["left_out"].append(name)
                 continue
-            lab.set_draft_len(args.draft_len)
             try:
                 row = part()
             except Exception:
@@ -230,6 +198,7 @@ def main() -> None:
             for kernel in row["kernels"][:24]:
                 print("   ", json.dumps(kernel), flush=True)
             save(args.out, record)
+        driver.monitor.close()
         lab.close()
     record["seconds"] = round(time.perf_counter() - began, 1)
     save(args.out, record)

@@ -50,7 +50,8 @@ def parse() -> argparse.Namespace:
 class VllmEngine:
     """`engine_load.Engine` over vLLM's engine: its core runs in a process of its own, as under `LLM.generate`."""
 
-    def __init__(self, args: argparse.Namespace, draft_len: int) -> None:
+    def __init__(self, args: argparse.Namespace, draft_len: int, **more: Any) -> None:
+        """more: of vLLM's engine."""
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -87,7 +88,7 @@ class VllmEngine:
                     rejection_sample_method="synthetic", synthetic_acceptance_length=args.acceptance_length
                 )
             options["speculative_config"] = speculative
-        self._llm = LLM(**options)
+        self._llm = LLM(**options | more)
         self._engine = self._llm.llm_engine
         self.facts = self._facts(most * (draft_len + 1))
 
@@ -125,6 +126,13 @@ class VllmEngine:
                     metric, "value", getattr(metric, "values", None)
                 )
         return found
+
+    def profile(self, on: bool) -> None:
+        """Starts or ends vLLM's profiler."""
+        (self._llm.start_profile if on else self._llm.stop_profile)()
+
+    def abort(self, names: list[str]) -> None:
+        self._engine.abort_request(names)
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
