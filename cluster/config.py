@@ -58,7 +58,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _choices_need_a_drafter(self) -> "ClusterConfig":
         if self.speculative_config is None:
-            for key in ("draft_len_choices", "draft_sampling", "synthetic_acceptance_length"):
+            for key in ("draft_len_choices", "draft_block_width", "draft_sampling", "synthetic_acceptance_length"):
                 if getattr(self.engine, key) is not None:
                     raise ValueError(f"engine.{key}: has no effect without speculative_config; remove it")
         return self
@@ -130,6 +130,7 @@ class ClusterConfig(Section):
             "pipeline_depth": self.engine.pipeline_depth,
             "inter_token_target_ms": self.engine.inter_token_target_ms,
             "draft_len_choices": self.engine.draft_len_choices,
+            "draft_block_width": self.engine.draft_block_width,
             "synthetic_acceptance_length": self.engine.synthetic_acceptance_length,
             "shadow_time_share": SHADOW_TIME_SHARE if self.controller.enabled and self.speculative_config else 0.0,
             "simulation": simulation,
@@ -180,6 +181,7 @@ _ARGUMENT_PATHS = {
         "pipeline_depth",
         "inter_token_target_ms",
         "draft_len_choices",
+        "draft_block_width",
         "synthetic_acceptance_length",
         "draft_sampling",
     )

@@ -152,6 +152,13 @@ class EngineSection(Section):
         description="Draft lengths the engine can run, ascending from 0. Default: 0 1 2 3 5 7 11 15 up to the "
         "drafter's limit.",
     )
+    draft_block_width: int | None = Field(
+        default=None,
+        ge=2,
+        json_schema_extra=RESTART,
+        description="Rows of the drafter's block, from max_draft_len + 1 to the width it was trained with (default). "
+        "A narrower block takes less time, and fewer of its drafts are accepted.",
+    )
     draft_sampling: Literal["greedy", "coupled", "probabilistic"] | None = Field(
         default=None,
         json_schema_extra=RESTART,

@@ -22,6 +22,18 @@ def check_max_draft_len(max_draft_len: int, block_size: int) -> None:
         )
 
 
+def check_block_width(width: int | None, max_draft_len: int, trained: int) -> None:
+    """Raises ValueError when the drafter's block cannot be so wide: trained is its own width, and a block of W rows
+    makes at most W - 1 drafts."""
+    if width is None or max_draft_len < width <= trained:
+        return
+    limits = f"must lie between max_draft_len + 1 = {max_draft_len + 1} and {trained}, the width the drafter has learnt"
+    if width > trained:
+        raise ValueError(f"draft_block_width: {limits}, got {width}; lower it, or leave it out for {trained}")
+    fewer = f", or lower speculative_config.max_draft_len to at most {width - 1}" if width > 1 else ""
+    raise ValueError(f"draft_block_width: {limits}, got {width}; raise it{fewer}")
+
+
 def resolve_choices(max_draft_len: int, given: Sequence[int] | None) -> tuple[int, ...]:
     """The program widths, ascending, from 0 to max_draft_len.
 

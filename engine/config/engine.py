@@ -15,6 +15,8 @@ class EngineConfig:
     max_draft_len:   K's upper limit, 0 without a drafter.
     draft_len_choices: the declared program widths, ascending, containing 0 and max_draft_len.
     draft_len_schedule: ((batch size upper bound inclusive, K), ...) ascending; above the last key K = 0.
+    draft_block_width: W, the rows of the drafter's block when it is not the trained one, from max_draft_len + 1. The
+        block is not causal, so the drafts of another width are another drafter's: see `block_width`.
     num_blocks:      KV blocks including the null block 0; 0: a GPU engine measures its memory (see `engine.rank`).
     drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only, where
         the kernel for them runs).
@@ -57,6 +59,7 @@ class EngineConfig:
     max_draft_len: int
     draft_len_choices: tuple[int, ...]
     draft_len_schedule: tuple[tuple[int, int], ...]
+    draft_block_width: int | None = None
     gate_window: int  # 0: no gate
     gate_threshold: float
     decode_programs: Literal["graphs", "repeated", "eager"] = "eager"
@@ -73,9 +76,17 @@ class EngineConfig:
     context_bucket: int = 64  # attention lengths are padded to its multiples, so that shapes repeat
 
     @property
+    def block_width(self) -> int:
+        """W: rows of the drafter's block, its anchor included; 0 without a drafter. One for the life of an engine, so
+        that all its counts are of one drafter."""
+        if self.drafter is None:
+            return 0
+        return self.drafter.block_size if self.draft_block_width is None else self.draft_block_width
+
+    @property
     def lookahead(self) -> int:
-        """Slots past committed_len that the drafter's block may write (W), 0 without a drafter."""
-        return self.drafter.block_size if self.drafter is not None else 0
+        """Slots past committed_len that the drafter's block may write: one for each of its rows."""
+        return self.block_width
 
     @property
     def max_upload_len(self) -> int:

@@ -11,7 +11,13 @@ from typing import Literal, cast
 from engine.config.attention_backend import check_attention_backend, resolve_drafter_attention
 from engine.config.capacity import num_matrix_elements, with_blocks
 from engine.config.decoding import AdvancedSamplingMode, DFlashDecodingConfig
-from engine.config.draft_lengths import check_max_draft_len, resolve_choices, resolve_schedule, rows_of_largest_step
+from engine.config.draft_lengths import (
+    check_block_width,
+    check_max_draft_len,
+    resolve_choices,
+    resolve_schedule,
+    rows_of_largest_step,
+)
 from engine.config.draft_sampling import DraftSampling, resolve_draft_sampling
 from engine.config.drafter import parse_drafter_config
 from engine.config.engine import EngineConfig
@@ -54,6 +60,7 @@ def resolve_engine_config(
     pipeline_depth: int | None = None,
     inter_token_target_ms: float | None = None,
     draft_len_choices: Sequence[int] | None = None,
+    draft_block_width: int | None = None,
     decode_programs: str | None = None,
     synthetic_acceptance_length: float | None = None,
     shadow_time_share: float = 0.0,
@@ -74,7 +81,9 @@ def resolve_engine_config(
     kv_cache_memory_bytes: size of the KV cache per rank. pipeline_depth: default 0 on the CPU, 1 on CUDA.
     drafter_weights: "model" (the engine's dtype), "int8", or "auto": int8 where the CPU kernel for it runs. Rounded
     weights change drafts, never output.
-    draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len. decode_programs: default "graphs" on CUDA, "eager"
+    draft_len_choices: default 0 1 2 3 5 7 11 15 up to max_draft_len. draft_block_width: rows of the drafter's block,
+    from max_draft_len + 1, default what it was trained with: a narrower block takes less time and its drafts are worse.
+    decode_programs: default "graphs" on CUDA, "eager"
     on the CPU (see EngineConfig). synthetic_acceptance_length: for benchmarks alone: drafts are accepted by decree, so
     the output means nothing.
     inter_token_target_ms: a step with decode rows takes prompt tokens for no more than this (`engine.prefill_pace`).
@@ -115,6 +124,7 @@ def resolve_engine_config(
     else:
         for name, value in (
             ("draft_len_choices", draft_len_choices),
+            ("draft_block_width", draft_block_width),
             ("draft_sampling", draft_sampling),
             ("synthetic_acceptance_length", synthetic_acceptance_length),
             ("shadow_time_share", shadow_time_share or None),
@@ -155,6 +165,7 @@ def resolve_engine_config(
         )
         assert speculative_config.max_draft_len is not None
         check_max_draft_len(speculative_config.max_draft_len, drafter.block_size)
+        check_block_width(draft_block_width, speculative_config.max_draft_len, drafter.block_size)
         choices = resolve_choices(speculative_config.max_draft_len, draft_len_choices)
         schedule = resolve_schedule(speculative_config, choices, max_num_seqs)
         if drafter.max_position_embeddings < resolved_len:
@@ -194,6 +205,7 @@ def resolve_engine_config(
         max_draft_len=choices[-1],
         draft_len_choices=choices,
         draft_len_schedule=schedule,
+        draft_block_width=draft_block_width,
         gate_window=gate_window,
         gate_threshold=gate_threshold,
         decode_programs=_resolve_decode_programs(decode_programs, device, debug_checks),

@@ -240,8 +240,7 @@ class DecideAndDraft:
         if self._drafter is None or draft_len == 0:
             state.draft_count.index_fill_(0, slots_S, 0)
             return
-        config = self._drafter.config
-        width = config.block_size
+        config, width = self._drafter.config, self._config.block_width
         live_S = ~state.finished[slots_S] & (state.committed_len[slots_S] + width <= config.max_position_embeddings)
         inputs = self._builder.draft_inputs(
             slots_S, state.last_token[slots_S], live_S, width, config.mask_token_id, config.max_position_embeddings
@@ -255,7 +254,7 @@ class DecideAndDraft:
         """[rows, draft_len] of the block rows."""
         drafter, target = self._drafter, self._target
         assert drafter is not None
-        width = drafter.config.block_size
+        width = self._config.block_width
         block_NH = (drafter if drafter.embedding is not None else target).embed(inputs.ids_N)
         masks_MH = drafter.draft_hidden(
             block_NH, inputs.positions_N, inputs.context, self._kv, block_width=width, num_drafts=draft_len

@@ -35,7 +35,7 @@ class FusedRows:
         self._builder, self._block_size = builder, config.block_size
         self._state, self._cpu = state, cpu
         drafter = config.drafter
-        self._block_width = 0 if drafter is None else drafter.block_size
+        self._block_width = config.block_width
         self._mask_id = 0 if drafter is None else drafter.mask_token_id
         self._positions = 0 if drafter is None else drafter.max_position_embeddings
         self._pdl = cpu is None and dependent_launch()

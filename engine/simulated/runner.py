@@ -161,7 +161,7 @@ class SimulatedRunner:
         can_draft = (
             drafter is not None
             and not state.finished
-            and state.committed_len + drafter.block_size <= drafter.max_position_embeddings
+            and state.committed_len + self._config.block_width <= drafter.max_position_embeddings
         )
         state.draft_count = plan.draft_len if can_draft else 0
 

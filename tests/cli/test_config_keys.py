@@ -155,6 +155,11 @@ WRONG = [
         "engine.draft_len_choices: must ascend strictly and start with 0, such as [0, 1, 3, 7, 15], got [1, 3]",
     ),
     (
+        "engine.draft_block_width",
+        1,
+        "engine.draft_block_width: input should be greater than or equal to 2, got 1",
+    ),
+    (
         "engine.draft_sampling",
         "hot",
         "engine.draft_sampling: input should be 'greedy', 'coupled' or 'probabilistic', got 'hot'",

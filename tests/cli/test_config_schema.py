@@ -86,6 +86,10 @@ def test_unknown_key_names_the_nearest(data: dict[str, Any], message: str) -> No
             "engine.draft_len_choices: has no effect without speculative_config; remove it",
         ),
         (
+            {"model": {"source": "a/b"}, "engine": {"draft_block_width": 8}},
+            "engine.draft_block_width: has no effect without speculative_config; remove it",
+        ),
+        (
             {
                 "model": {"source": "a/b"},
                 "speculative_config": {"max_draft_len": 3, "max_concurrency": 2, "draft_len_schedule": {4: 3}},

@@ -231,6 +231,7 @@ def test_trtllm_backend_where_it_runs(target: Path, drafter: Path, monkeypatch: 
     "options",
     [
         {"draft_len_choices": [0, 3]},
+        {"draft_block_width": 4},
         {"draft_sampling": "greedy"},
         {"synthetic_acceptance_length": 1.0},
         {"shadow_time_share": 0.01},
