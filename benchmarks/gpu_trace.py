@@ -4,7 +4,7 @@
 
 The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance, through the whole engine, its
 recorded programs included. For each concurrency: milliseconds of a step between its marks on the device, of a step on
-the wall, and a table of the kernels of --steps steps. For each prompt length, alone: milliseconds to its first token
+the wall, of the host's work for it, and a table of the kernels of --steps steps. For each prompt length, alone: milliseconds to its first token
 with and without drafts, and the same table.
 
 `trace_table.py` tells what the tables hold, `peer_trace.py` makes them of vLLM.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from command_line import command_line
 from gpu_engine import q8_config, random_prompts
-from gpu_lab import Lab, fill_as_vllm_does, save, show_progress, versions
+from gpu_lab import Lab, Run, counted_waits, fill_as_vllm_does, save, show_progress, versions
 from torch.profiler import ProfilerActivity, profile
 from trace_table import GpuMonitor, device_events, reckon
 
@@ -130,9 +130,11 @@ def decode(
         return result
 
     driver.lab.rank.runner.collect = collect
+    waited = Run(seconds=0.0, num_tokens=0)
     started = time.perf_counter()
-    for _ in range(16):
-        core.step()
+    with counted_waits(waited):
+        for _ in range(16):
+            core.step()
     wall_ms = 1e3 * (time.perf_counter() - started) / 16
     gpu = driver.monitor.since(begun + args.warm_s / 2)
     driver.lab.rank.runner.collect = original
@@ -147,6 +149,7 @@ def decode(
         "gpu": gpu,
         "step_device_ms": round(1e3 * statistics.median(device_s), 4),
         "step_wall_ms": round(wall_ms, 4),
+        "host_ms": round(wall_ms - 1e3 * waited.wait_s / 16, 4),
         "steps": args.steps,
         **table(steps, driver.sync, scratch),
     }
