@@ -4,8 +4,8 @@
 
 The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance, through the whole engine, its
 recorded programs included. For each concurrency: milliseconds of a step between its marks on the device, of a step on
-the wall, of the host's work for it, and a table of the kernels of --steps steps. For each prompt length, alone: milliseconds to its first token
-with and without drafts, and the same table.
+the wall, of the host's work for it, and a table of the kernels of --steps steps. For each prompt length, alone:
+milliseconds to its first token with and without drafts, and the same table.
 
 `trace_table.py` tells what the tables hold, `peer_trace.py` makes them of vLLM.
 """
