@@ -115,10 +115,11 @@ class LLM:
         self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """`generate` on conversations rendered with the model's chat template."""
-        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        conversations: list[Any] = list(messages) if messages and isinstance(messages[0], list) else [messages]
         return self.generate([self.tokenizer.encode_chat(c) for c in conversations], sampling_params)
 
     def get_tokenizer(self) -> Tokenizer:
+        """The target's, as vLLM's method of this name gives it."""
         return self.tokenizer
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import logging
 import os
+from typing import Any
 
 import torch
 
@@ -61,7 +62,8 @@ def shared_bytes() -> int:
     """Shared memory that a program may have on this machine's GPU, without what Triton keeps; SM90's without a GPU."""
     if not torch.cuda.is_available():
         return SM90_SHARED_BYTES
-    return torch.cuda.get_device_properties().shared_memory_per_block_optin - _KEPT_BYTES
+    properties: Any = torch.cuda.get_device_properties()  # its stubs lack the name
+    return int(properties.shared_memory_per_block_optin) - _KEPT_BYTES
 
 
 def obstacle() -> str | None:

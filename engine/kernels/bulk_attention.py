@@ -45,7 +45,7 @@ def _rows_of_tile(table_ptr, first_unit, num_splits, columns, PAGE: gl.constexpr
         unit = first_unit + i * num_splits
         page = gl.minimum(unit // PER_PAGE, columns - 1)
         block = gl.load(table_ptr + page).to(gl.int32)
-        rows = rows + (block * PAGE + unit % PER_PAGE * _UNIT,)  # noqa: RUF005
+        rows = rows + (block * PAGE + unit % PER_PAGE * _UNIT,)  # type: ignore[assignment]  # noqa: RUF005
     return rows
 
 
