@@ -50,6 +50,7 @@ class Replica:
             facts=ReplicaFacts(
                 replica_id=f"replica-{number}",
                 accelerator=accelerator,
+                block_width=config.block_width,
                 draft_lens=config.draft_len_choices,
                 max_num_seqs=config.max_num_seqs,
                 step_times=self._client.step_times,

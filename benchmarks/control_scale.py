@@ -90,6 +90,7 @@ class Stub:
             incarnation=1,
             sequence=self.sequence,
             accelerator="stub",
+            block_width=DRAFT_LENS[-1] + 1,
             draft_lens=DRAFT_LENS,
             max_num_seqs=BUCKETS[-1],
             static_schedule={BUCKETS[-1]: 7},

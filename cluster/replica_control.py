@@ -39,6 +39,7 @@ class ReplicaControl:
             facts=ReplicaFacts(
                 replica_id=replica.replica_id.unique_id,
                 accelerator=control.accelerator,
+                block_width=control.block_width,
                 draft_lens=control.draft_lens,
                 max_num_seqs=config.engine.max_num_seqs,
                 step_times=control.step_times,

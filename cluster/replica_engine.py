@@ -60,11 +60,13 @@ _STEP_TIMES_BUDGET_S = 10.0
 class ControlFacts:
     """What a speculation controller needs to know of an engine. rank0: the actor handle of its rank 0.
 
-    accelerator: engines that name the same one take the same time for the same step. step_times: measured at start-up.
+    accelerator: engines that name the same one take the same time for the same step. block_width: rows of the drafter's
+    block. step_times: measured at start-up.
     """
 
     rank0: Any
     accelerator: str
+    block_width: int
     draft_lens: tuple[int, ...]
     step_times: tuple[StepTime, ...] = ()
 
@@ -139,6 +141,7 @@ async def start_engine(config: ClusterConfig) -> ReplicaEngine:
         control=ControlFacts(
             rank0=group.rank0,
             accelerator=accelerator_name(engine_config, group.client.device_name),
+            block_width=engine_config.block_width,
             draft_lens=engine_config.draft_len_choices,
             step_times=group.client.step_times,
         )
@@ -166,6 +169,8 @@ def accelerator_name(config: "EngineConfig", device_name: str) -> str:
     """
     shapes = hashlib.sha256(repr((config.target, config.drafter)).encode()).hexdigest()[:8]
     parts = [device_name or config.device, config.dtype, f"TP {config.tensor_parallel_size}", f"model {shapes}"]
+    if config.drafter is not None and config.block_width != config.drafter.block_size:
+        parts.append(f"block of {config.block_width}")
     if config.device == "cpu":
         parts.insert(1, f"{config.num_threads} threads")
     return ", ".join(parts)

@@ -1,6 +1,8 @@
 """`dflash status` and `dflash schedule`: what the speculation controller does, and orders to it."""
 
 import contextlib
+import itertools
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -118,12 +120,9 @@ def status_lines(shown: ControllerStatus) -> Iterator[str]:
     if shown.order is not None:
         what = f"pinned to {_entries(shown.order.schedule)}" if shown.order.mode == "pin" else "frozen"
         yield f"{what} by an operator {time.time() - shown.order.issued_at:.0f} s ago"
-    if shown.hazards:
-        alive, chances = 1.0, []
-        for hazard in shown.hazards:
-            alive *= hazard
-            chances.append(f"{alive:.2f}")
-        yield f"accepted up to position 1, 2, ..: {' '.join(chances)}"
+    for width, hazards in sorted(shown.hazards.items()):
+        chances = " ".join(f"{chance:.2f}" for chance in itertools.accumulate(hazards, operator.mul))
+        yield f"accepted up to position 1, 2, .. of blocks of {width}: {chances}"
     changed = [bound for line in shown.lines for bound in line.bounds if bound.changed_s_ago is not None]
     if changed:
         last = min(changed, key=lambda bound: bound.changed_s_ago or 0.0)

@@ -25,8 +25,9 @@ class ControlMetrics:
         )
         self._hazard = Gauge(
             "dflash_controller_hazard",
-            "Chance that a draft is accepted if those before it were, by position (0 is the first).",
-            tag_keys=(*_TAGS, "position"),
+            "Chance that a draft is accepted if those before it were, by width of the drafter's block and position "
+            "(0 is the first).",
+            tag_keys=(*_TAGS, "block_width", "position"),
         )
 
     def set(self, state: ControlState) -> None:
@@ -39,9 +40,10 @@ class ControlMetrics:
         self._held.set(state.held is not None, self._tags)
         for key, line in state.live_lines.items():
             self._set_draft_lens(key[0], line.schedule)
-        if state.belief is not None:
-            for position, hazard in enumerate(state.belief.hazards):
-                self._hazard.set(float(hazard), {**self._tags, "position": str(position)})
+        for width, belief in state.beliefs.items():
+            for position, hazard in enumerate(belief.hazards):
+                tags = {**self._tags, "block_width": str(width), "position": str(position)}
+                self._hazard.set(float(hazard), tags)
 
     def _set_draft_lens(self, accelerator: str, schedule: Schedule) -> None:
         for bound, setting in schedule.items():

@@ -4,7 +4,8 @@ The actor drives it with messages of real replicas, the simulator with those of 
 seconds that does not run backwards.
 
 Replicas of one accelerator type share one schedule (a line). A replica whose traffic demonstrably differs gets a
-schedule of its own, decided from its own counts with the cluster's as the prior, until the difference is gone.
+schedule of its own, decided from its own counts with the cluster's as the prior, until the difference is gone. "The
+cluster's" are those of all replicas whose drafters run blocks of the same width (`Learnt`).
 """
 
 import math
@@ -13,10 +14,10 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from cluster.control import policy
-from cluster.control.counts import DifferenceLog, ReplicaCounts, TrafficClock
-from cluster.control.hazards import Belief, changed_since
+from cluster.control.counts import ReplicaCounts
+from cluster.control.hazards import Belief
+from cluster.control.learnt import SETTLING_INTERVALS, Learnt
 from cluster.control.members import Line, LineKey, Push, Replica, check_registration, line_key, plain, schedule_entries
-from cluster.control.memory import Memory
 from cluster.control.messages import (
     ControlOptions,
     Order,
@@ -30,8 +31,6 @@ from cluster.control.policy import Schedule, Setting, Verdict
 from engine.speculative.schedule import ScheduleAck, Version, check_schedule
 
 _MISSED_REPORTS = 10  # after which a replica is forgotten
-_CHANGE_DEVIATIONS = 4.5
-_SETTLING_INTERVALS = 2.5  # of reports, after a change of traffic: those in between still tell of both kinds
 _GROUPS = 4  # of replicas, whose reports are told apart in the log
 _PIN_ENTRIES = 1024  # every controller and replica keeps them, and every reply tells them
 _LINE_KEPT_S = 600.0  # without a replica: one that returns goes on with its schedule and step times
@@ -44,7 +43,7 @@ class ControlState:
         self.options = ControlOptions()
         self.replicas: dict[str, Replica] = {}
         self.lines: dict[LineKey, Line] = {}
-        self.belief: Belief | None = None
+        self.learnt: dict[int, Learnt] = {}  # by the width of the drafters' blocks
         self.epoch: int | None = None  # None: still listening which epochs there were
         self.is_superseded = False  # a later controller is at work
         self.order: Order | None = None
@@ -55,10 +54,6 @@ class ControlState:
         self._num_versions = 0
         self._newest_incarnation = 0
         self._settled_at = started_at
-        self._same_since = -math.inf  # the traffic, as far as known
-        self._clock = TrafficClock()
-        self._log: DifferenceLog | None = None
-        self._memory = Memory(width=1)
 
     @property
     def interval_s(self) -> float:
@@ -70,6 +65,13 @@ class ControlState:
         """The lines that have replicas; those that a rollout has left wait, and nobody should hear of them."""
         followed = {id(replica.line) for replica in self.replicas.values()}
         return {key: line for key, line in self.lines.items() if id(line) in followed}
+
+    @property
+    def beliefs(self) -> dict[int, Belief]:
+        """What is believed of the replicas there are, by the width of the drafters' blocks."""
+        live = {replica.registration.block_width for replica in self.replicas.values()}
+        found = {width: learnt.belief for width, learnt in self.learnt.items() if width in live}
+        return {width: belief for width, belief in found.items() if belief is not None}
 
     @property
     def held(self) -> Order | None:
@@ -92,7 +94,7 @@ class ControlState:
         self.see_order(registration.order)
         if registration.incarnation >= self._newest_incarnation:
             self._newest_incarnation, self.options = registration.incarnation, registration.options
-        line = self._join_line(registration)
+        line = self._join_line(registration, now)
         if known is not None and registration.incarnation == known.counts.incarnation:
             known.registration, known.line = registration, line
             known.seen_at, known.version = now, registration.version
@@ -139,13 +141,11 @@ class ControlState:
             replica.num_ended = report.num_ended
         if new.has_rows:
             num_ended, replica.num_ended = report.num_ended - replica.num_ended, report.num_ended
-            traffic_s = self._clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
-            assert self._log is not None, "a replica is registered"
-            counts, origins = new.counts(self._log.width)
-            self._log.add(time=traffic_s, counts=counts, group=replica.group, num_ended=num_ended)
-            self._memory.add(traffic_s, *counts, origins=origins, num_ended=num_ended)
-            replica.traffic.add(traffic_s, *counts)
             line = replica.line
+            traffic_s = line.learnt.clock.traffic_at(now, longest_gap_s=2 * self.interval_s)
+            counts, origins = new.counts(line.learnt.log.width)
+            line.learnt.add(traffic_s, counts, origins=origins, group=replica.group, num_ended=num_ended)
+            replica.traffic.add(traffic_s, *counts)
             line.times.served(new.programs, now=traffic_s)
             line.serve(new.programs, now)
         self._settle_epoch(now)
@@ -196,12 +196,16 @@ class ControlState:
         if self.epoch is None or self.is_superseded:
             return []
         self._learn(now)
-        if self.held is None and self.belief is not None and now >= self._settled_at:
+        if self.held is None:
             for line in self.live_lines.values():
-                line.verdicts = self._weigh(line, line.schedule, self.belief, now)
-                line.schedule = self._take(line, line.schedule, line.verdicts, now)
+                belief = line.learnt.belief
+                if belief is not None and now >= line.learnt.settled_at:
+                    line.verdicts = self._weigh(line, line.schedule, belief, now)
+                    line.schedule = self._take(line, line.schedule, line.verdicts, now)
             for replica in self.replicas.values():
-                self._correct(replica, now)
+                belief = replica.line.learnt.belief
+                if belief is not None and now >= replica.line.learnt.settled_at:
+                    self._correct(replica, belief, now)
         self._set_targets(self.replicas.values())
         return [
             Push(replica_id=replica_id, version=replica.target, schedule=replica.target_schedule)
@@ -224,43 +228,17 @@ class ControlState:
         return plains[id(schedule)]
 
     def _learn(self, now: float) -> None:
-        log = self._log
-        if log is None or not len(log.times_P):
-            return
-        weights = log.weights(self._clock.seconds)
-        num_running = sum(
-            replica.latest.num_running for replica in self.replicas.values() if replica.latest is not None
-        )
-        changed_at = changed_since(
-            log.times_P,
-            log.at_risk_PW,
-            log.accepted_PW,
-            weights,
-            deviations=_CHANGE_DEVIATIONS,
-            ended_P=log.ended_P,
-            num_running=num_running,
-        )
-        if changed_at is not None:
-            log.forget_before(changed_at)
-            if now >= self._settled_at:
-                self._settled_at = now + _SETTLING_INTERVALS * self.interval_s
-                self._same_since = now
-            weights = log.weights(self._clock.seconds)
-            self._memory.changed(changed_at, now=self._clock.seconds)
-        belief = self._memory.believe(self._clock.seconds, num_running=num_running)
-        if self._memory.starts_anew:
-            self._same_since = now
-        if changed_at is not None or self._memory.starts_anew:
-            for replica in self.replicas.values():
-                replica.traffic.changed()
-        if self._memory.knows_enough:
-            self.belief = belief
+        for learnt in self.learnt.values():
+            replicas = [replica for replica in self.replicas.values() if replica.line.learnt is learnt]
+            num_running = sum(replica.latest.num_running for replica in replicas if replica.latest is not None)
+            if learnt.learn(num_running=num_running, now=now, interval_s=self.interval_s):
+                for replica in replicas:
+                    replica.traffic.changed()
 
-    def _correct(self, replica: Replica, now: float) -> None:
-        """Lets a replica whose traffic is its own have a line of its own, and takes that back."""
+    def _correct(self, replica: Replica, cluster: Belief, now: float) -> None:
+        """Lets a replica whose traffic is its own have a line of its own, and takes that back. cluster: its belief."""
         line = replica.line
-        assert self.belief is not None
-        belief = replica.traffic.believe(self._clock.seconds, self.belief)
+        belief = replica.traffic.believe(line.learnt.clock.seconds, cluster)
         if not (self.options.corrects_replicas and replica.traffic.is_own):
             replica.own, replica.verdicts = None, {}
             return
@@ -279,20 +257,23 @@ class ControlState:
             now=now,
             rules=self.options.rules,
             idle=line.idle(schedule, now),
-            fresh=line.fresh(schedule, now - _SETTLING_INTERVALS * self.interval_s),
-            same_since=self._same_since,
+            fresh=line.fresh(schedule, now - SETTLING_INTERVALS * self.interval_s),
+            same_since=line.learnt.same_since,
         )
 
     def _take(self, line: Line, schedule: Schedule, verdicts: Mapping[int, Verdict], now: float) -> Schedule:
         self.num_changes += sum(verdict.changes for verdict in verdicts.values())
-        return policy.apply(schedule, verdicts, now=now, idle=line.idle(schedule, now), same_since=self._same_since)
+        idle, same_since = line.idle(schedule, now), line.learnt.same_since
+        return policy.apply(schedule, verdicts, now=now, idle=idle, same_since=same_since)
 
     # ---------------------------------------------------------------------------------------------------- versions
 
     def _settle_epoch(self, now: float) -> None:
         if self.epoch is None and self._first_at is not None and now - self._first_at >= 2 * self.interval_s:
             self.epoch = self._greatest_seen[0] + 1
-            self._settled_at = max(self._settled_at, now + _SETTLING_INTERVALS * self.interval_s)
+            self._settled_at = max(self._settled_at, now + SETTLING_INTERVALS * self.interval_s)
+            for learnt in self.learnt.values():
+                learnt.settled_at = self._settled_at
             self._adopt_schedules()
 
     def _adopt_schedules(self) -> None:
@@ -364,14 +345,12 @@ class ControlState:
 
     # ---------------------------------------------------------------------------------------------------- membership
 
-    def _join_line(self, registration: Registration) -> Line:
-        width = registration.draft_lens[-1]
-        if self._log is None:
-            self._log = DifferenceLog(width=width)
-        self._log.widen(width)
-        self._memory.widen(width)
-        if self.belief is not None and len(self.belief.hazards) < width:
-            self.belief = None  # it says nothing of so long drafts; the next one will
+    def _join_line(self, registration: Registration, now: float) -> Line:
+        width = registration.block_width
+        if width not in self.learnt:
+            settled_at = self._settled_at if self.epoch is None else now + SETTLING_INTERVALS * self.interval_s
+            self.learnt[width] = Learnt(settled_at=settled_at)
+        self.learnt[width].widen(registration.draft_lens[-1])
         key = line_key(registration)
         if key not in self.lines:
             entries = schedule_entries(registration.static_schedule, registration.max_num_seqs, registration.draft_lens)
@@ -379,6 +358,7 @@ class ControlState:
                 schedule={bound: Setting(draft_len=draft_len) for bound, draft_len in entries.items()},
                 draft_lens=registration.draft_lens,
                 max_num_seqs=registration.max_num_seqs,
+                learnt=self.learnt[width],
             )
         return self.lines[key]
 
@@ -392,6 +372,8 @@ class ControlState:
                 line.seen_at = now
             elif now - line.seen_at > _LINE_KEPT_S:
                 del self.lines[key]
+        widths = {key.block_width for key in self.lines}
+        self.learnt = {width: learnt for width, learnt in self.learnt.items() if width in widths}
         self._note_idleness(now)
 
     def _note_idleness(self, now: float) -> None:

@@ -4,8 +4,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.control.counts import ProgramSteps, ReplicaCounts
+from cluster.control.learnt import Learnt
 from cluster.control.messages import PROTOCOL_VERSION, Registration, Report
 from cluster.control.own_traffic import OwnTraffic
 from cluster.control.policy import Schedule, Verdict
@@ -15,7 +17,14 @@ from engine.speculative.schedule import DraftLengthSchedule, Version, round_down
 
 _IDLE_S = 10.0  # since a batch size was last run
 
-LineKey = tuple[str, tuple[int, ...], int]  # accelerator, declared draft lengths, max_num_seqs
+
+class LineKey(NamedTuple):
+    """What replicas that share a schedule have in common."""
+
+    accelerator: str
+    block_width: int
+    draft_lens: tuple[int, ...]
+    max_num_seqs: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +61,15 @@ class Replica:
 
 @dataclass(kw_only=True, slots=True)
 class Line:
-    """The schedule shared by the replicas of one accelerator type. seen_at: when it last had any."""
+    """The schedule shared by the replicas of one accelerator type. seen_at: when it last had any.
+
+    learnt: from them and all others whose drafters run blocks of the same width.
+    """
 
     schedule: Schedule
     draft_lens: tuple[int, ...]
     max_num_seqs: int
+    learnt: Learnt
     times: StepTimes = field(default_factory=StepTimes)
     served_at: dict[int, float] = field(default_factory=dict)  # batch bucket -> when it was last reported
     came_into_use: dict[int, float] = field(default_factory=dict)  # batch bucket -> when, after nobody had run it
@@ -83,7 +96,9 @@ class Line:
 
 def line_key(registration: Registration) -> LineKey:
     """Replicas of one key share a schedule."""
-    return registration.accelerator, registration.draft_lens, registration.max_num_seqs
+    return LineKey(
+        registration.accelerator, registration.block_width, registration.draft_lens, registration.max_num_seqs
+    )
 
 
 def schedule_entries(schedule: Mapping[int, int], max_num_seqs: int, draft_lens: tuple[int, ...]) -> dict[int, int]:
@@ -108,5 +123,7 @@ def check_registration(registration: Registration) -> None:
     lengths = registration.draft_lens
     if not lengths or lengths[0] != 0 or any(a >= b for a, b in itertools.pairwise(lengths)):
         raise ValueError(f"draft_lens: must ascend strictly and start with 0, got {list(lengths)}")
+    if registration.block_width <= lengths[-1]:
+        raise ValueError(f"block_width: must be above the longest draft, {lengths[-1]}, got {registration.block_width}")
     if registration.max_num_seqs < 1:
         raise ValueError(f"max_num_seqs: must be >= 1, got {registration.max_num_seqs}")

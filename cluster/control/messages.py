@@ -13,7 +13,7 @@ from cluster.control.policy import Rules
 from engine.speculative.counters import CounterSnapshot, StepTime
 from engine.speculative.schedule import Version
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SHADOW_TIME_SHARE = 0.01  # of device time at first, for counts at draft lengths that are not in force
 
 
@@ -59,6 +59,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
     incarnation: grows with every engine that takes the replica's id (its start in nanoseconds).
     sequence:   reports count up from here. cells: the counters now; only what comes later is learnt from.
+    block_width: rows of its drafter's block; counts of different widths are never added up.
     draft_lens: the declared lengths K, ascending from 0.
     static_schedule: the configured one. version, schedule: those in force.
     options: as this replica's config says; those of the replica that started last count.
@@ -69,6 +70,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     sequence: int
     accelerator: str
+    block_width: int
     draft_lens: tuple[int, ...]
     max_num_seqs: int
     static_schedule: dict[int, int]

@@ -45,6 +45,7 @@ class ReplicaFacts:
 
     replica_id: str
     accelerator: str
+    block_width: int
     draft_lens: tuple[int, ...]
     max_num_seqs: int
     step_times: tuple[StepTime, ...]
@@ -207,6 +208,7 @@ class Reporter:
             incarnation=self._incarnation,
             sequence=self._sequence,
             accelerator=facts.accelerator,
+            block_width=facts.block_width,
             draft_lens=facts.draft_lens,
             max_num_seqs=facts.max_num_seqs,
             static_schedule=self._static_schedule(),

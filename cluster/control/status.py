@@ -43,7 +43,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """order: the operator's, if in force. hazards[j-1]: chance that draft j is accepted if those before it were."""
+    """order: the operator's, if in force. hazards: by the width of the drafters' blocks; [j-1]: chance that draft j is
+    accepted if those before it were."""
 
     app: str
     deployment: str
@@ -51,7 +52,7 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: float
     num_changes: int
     order: Order | None
-    hazards: tuple[float, ...]
+    hazards: dict[int, tuple[float, ...]]
     lines: tuple[LineStatus, ...]
     replicas: tuple[ReplicaStatus, ...]
 
@@ -65,7 +66,7 @@ def status_of(state: ControlState, *, app: str, deployment: str, now: float) -> 
         interval_s=state.interval_s,
         num_changes=state.num_changes,
         order=state.held,
-        hazards=() if state.belief is None else tuple(float(hazard) for hazard in state.belief.hazards),
+        hazards={width: tuple(float(hazard) for hazard in belief.hazards) for width, belief in state.beliefs.items()},
         lines=tuple(
             LineStatus(
                 accelerator=key[0],

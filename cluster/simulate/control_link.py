@@ -152,6 +152,7 @@ class ControlLink:
             incarnation=1,
             sequence=replica.sequence,
             accelerator=table.accelerator,
+            block_width=self._scenario.engine.drafter_block,
             draft_lens=draft_lens,
             max_num_seqs=self._scenario.engine.max_num_seqs,
             static_schedule=dict(self._scenario.configured_schedule),

@@ -242,6 +242,10 @@ class Scenario(Part):
             if draft_len not in lens:
                 raise ValueError(f"configured_schedule[{bound}]: {draft_len} is not one of draft_lens {list(lens)}")
         engine = self.engine
+        if engine.drafter_block <= lens[-1]:
+            raise ValueError(
+                f"engine.drafter_block: must be above the longest draft, {lens[-1]}, got {engine.drafter_block}"
+            )
         rows = engine.max_num_seqs * (lens[-1] + 1)
         if rows > engine.max_num_batched_tokens:
             raise ValueError(

@@ -81,7 +81,7 @@ def parts() -> tuple[ReplicaControl, LiveSettings]:
         vocab_size=10,
         max_draft_len=7,
         static_schedule=dict(DEFAULT),
-        control=ControlFacts(rank0=None, accelerator="toy", draft_lens=(0, 3, 7)),
+        control=ControlFacts(rank0=None, accelerator="toy", block_width=8, draft_lens=(0, 3, 7)),
     )
     live = LiveSettings(engine=engine, admission=Admission(max_num_seqs=4, queue_limit=1), drain_s=2.0)
     control = ReplicaControl(
@@ -144,13 +144,16 @@ async def test_a_head_that_does_not_answer_holds_one_thread_and_none_of_the_loop
 
 
 def test_what_takes_other_times_for_a_step_has_another_name() -> None:
+    drafter = SimpleNamespace(block_size=16)
+    values = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 1, "target": "T", "drafter": drafter}
+
     def named(device_name: str = "NVIDIA H200", **changes: object) -> str:
-        values = {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": 1, "target": "T", "drafter": "D"}
-        return accelerator_name(SimpleNamespace(**(values | changes)), device_name)
+        return accelerator_name(SimpleNamespace(block_width=16, **(values | changes)), device_name)
 
     assert named() == named()
     assert named().startswith("NVIDIA H200, bfloat16, TP 1, model ")
-    others = [named("NVIDIA A100"), named(tensor_parallel_size=2), named(target="T2"), named(drafter="D2")]
+    others = [named("NVIDIA A100"), named(tensor_parallel_size=2), named(target="T2"), named(drafter=None)]
     assert len({named(), *others}) == 5
+    assert accelerator_name(SimpleNamespace(block_width=8, **values), "NVIDIA H200") == named() + ", block of 8"
     cpu = named("", device="cpu", num_threads=4)
     assert cpu.startswith("cpu, 4 threads, bfloat16, TP 1, model ")

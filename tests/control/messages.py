@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cluster.control.messages import CellCounts, Registration, Report
+from cluster.control.messages import PROTOCOL_VERSION, CellCounts, Registration, Report
 from engine.speculative.counters import StepTime
 
 DRAFT_LENS = (0, 1, 2, 3, 5, 7)
@@ -59,11 +59,12 @@ class CountingReplica:
 
     def registration(self, **changes: object) -> Registration:
         values = dict(
-            protocol=1,
+            protocol=PROTOCOL_VERSION,
             replica_id=self.replica_id,
             incarnation=self.incarnation,
             sequence=self.sequence,
             accelerator="toy",
+            block_width=16,
             draft_lens=DRAFT_LENS,
             max_num_seqs=8,
             static_schedule=self.static,

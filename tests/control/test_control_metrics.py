@@ -41,7 +41,7 @@ def test_series_are_what_replicas_have(series: Series) -> None:
         (schedule,) = {tuple(sorted(replica.schedule.items())) for replica in cluster.replicas.values()}
         for bound, draft_len in schedule:
             assert value(series, "draft_len", accelerator="toy", batch_size=str(bound)) == draft_len
-        assert value(series, "hazard", position="0") == pytest.approx(hazards[0], abs=0.02)
+        assert value(series, "hazard", block_width="16", position="0") == pytest.approx(hazards[0], abs=0.02)
         assert (value(series, "replicas"), value(series, "replicas_lagging"), value(series, "epoch")) == (3, 0, 1)
     assert value(series, "changes") == cluster.state.num_changes > 0 and value(series, "held") == 0
     cluster.arrives = lambda: False

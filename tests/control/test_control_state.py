@@ -117,7 +117,7 @@ def test_a_few_drafts_are_no_reason_for_anything() -> None:
             replica.decode(rows=1, draft_len=3, hazards=HARD, steps=20)
         cluster.answer(replica, cluster.state.report(replica.report(), now=cluster.now))
         cluster.push(cluster.state.decide(now=cluster.now))
-    assert cluster.state.belief is None and cluster.state.num_changes == 0
+    assert cluster.state.beliefs == {} and cluster.state.num_changes == 0
     assert plain_schedule(cluster) == replica.static
 
 
@@ -129,8 +129,7 @@ def test_requests_that_end_without_a_step_are_counted_with_the_next_rows() -> No
         if steps:
             replica.decode(rows=8, draft_len=3, hazards=EASY, steps=steps)
         state.report(msgspec.structs.replace(replica.report(), num_ended=num_ended), now=float(now))
-        assert state._log is not None
-        ended.append(state._log.ended_P.sum())
+        ended.append(state.learnt[16].log.ended_P.sum())
     assert ended == [0, 0, 0, 7, 7, 10]
 
 
@@ -225,6 +224,29 @@ def test_a_cold_replica_gets_what_the_cluster_knows_at_once() -> None:
     assert reply.version == cluster.replicas["r0"].version
 
 
+def test_counts_of_drafters_with_blocks_of_different_widths_are_kept_apart() -> None:
+    """Of a rollout to a narrower block, whose drafts are worse: neither side may learn from the other's."""
+    cluster, alone = Cluster(4), Cluster(2)
+    narrow = ("r2", "r3")
+    for name in narrow:
+        registration = cluster.replicas[name].registration(block_width=8)
+        cluster.answer(cluster.replicas[name], cluster.state.register(registration, now=0.0))
+    for several in (cluster, alone):
+        several.run(15, lambda name: HARD if name in narrow else EASY)
+    assert {cluster.replicas[name].schedule[8] for name in narrow} == {best(HARD, 8)}
+    assert {cluster.replicas[name].schedule[8] for name in ("r0", "r1")} == {best(EASY, 8)}
+    assert not any(replica.traffic.is_own for replica in cluster.state.replicas.values())
+    beliefs = cluster.state.beliefs
+    assert list(beliefs[16].hazards) == list(alone.state.beliefs[16].hazards), "as if there were no others"
+    assert beliefs[8].hazards[0] == pytest.approx(HARD[0], abs=0.02)
+    for name in ("r0", "r1"):
+        cluster.state.leave(name, incarnation=1, now=cluster.now)
+    assert set(cluster.state.beliefs) == {8}
+    cluster.now += 700.0
+    cluster.run(2, lambda name: HARD, silent=("r0", "r1"))
+    assert set(cluster.state.learnt) == {8}, "nothing is kept of widths that nobody has had for long"
+
+
 def test_a_rollout_that_changes_the_declared_lengths_keeps_what_was_learnt() -> None:
     cluster = Cluster(2)
     cluster.run(12, lambda name: HARD)
@@ -254,10 +276,10 @@ def test_a_replica_with_longer_drafts_joins_while_others_serve_much_or_little(st
     cluster.applied["new"] = []
     registration = new.registration(draft_lens=(0, 1, 3, 7, 15))
     cluster.answer(new, cluster.state.register(registration, now=cluster.now))
-    assert cluster.state.belief is None  # a decision from too few rows for a new one would ask it for 15 positions
+    assert cluster.state.beliefs == {}  # a decision from too few rows for a new one would ask it for 15 positions
     cluster.push(cluster.state.decide(now=cluster.now))
     serve(12)
-    assert cluster.state.belief is not None and len(cluster.state.belief.hazards) == 15
+    assert len(cluster.state.beliefs[16].hazards) == 15
 
 
 def test_a_schedule_without_replicas_is_neither_asked_nor_shown_and_forgotten_in_the_end() -> None:
@@ -276,7 +298,7 @@ def test_a_schedule_without_replicas_is_neither_asked_nor_shown_and_forgotten_in
     later = cluster.now + 700.0
     cluster.state.report(new.report(), now=later)
     cluster.state.decide(now=later)
-    assert list(cluster.state.lines) == [("toy", (0, 3, 9), 8)]
+    assert list(cluster.state.lines) == [("toy", 16, (0, 3, 9), 8)]
 
 
 def test_silent_replicas_are_forgotten_and_idleness_is_noticed() -> None:
@@ -370,7 +392,7 @@ def test_an_order_counts_though_the_operator_s_clock_is_behind_that_of_the_one_b
     assert cluster.state.held is None
 
 
-@pytest.mark.parametrize("changes", [{"protocol": 2}, {"draft_lens": (1, 2)}, {"max_num_seqs": 0}])
+@pytest.mark.parametrize("changes", [{"protocol": 1}, {"draft_lens": (1, 2)}, {"block_width": 7}, {"max_num_seqs": 0}])
 def test_registrations_that_make_no_sense_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         Cluster(1).state.register(CountingReplica("x", seed=0, static={8: 3}).registration(**changes), now=0.0)

@@ -120,6 +120,7 @@ class Replicas:
                 facts=ReplicaFacts(
                     replica_id=engine.replica.replica_id,
                     accelerator="toy",
+                    block_width=8,
                     draft_lens=DRAFT_LENS,
                     max_num_seqs=8,
                     step_times=STEP_TIMES,

@@ -30,7 +30,7 @@ def test_status_and_reasons_say_what_happened() -> None:
     shown = status_of(cluster.state, app="a", deployment="d", now=cluster.now)
     text = "\n".join(status_lines(shown))
     assert "application a: 4 replica(s), controller epoch 1" in text
-    assert "accepted up to position 1, 2, ..:" in text and "last change" in text and "gains" in text
+    assert "accepted up to position 1, 2, .. of blocks of 16: 0." in text and "last change" in text and "gains" in text
     lines = list(reasons(shown, 5))
     assert lines[0] == "toy:" and lines[1].startswith("  batch size up to 8: K 7 for")
     assert any(line == "replica r0:" for line in lines)

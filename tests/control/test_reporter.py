@@ -117,6 +117,7 @@ async def test_a_report_names_what_has_changed_since_the_last_one_that_was_answe
         facts=ReplicaFacts(
             replica_id="r",
             accelerator="toy",
+            block_width=2,
             draft_lens=(0, 1),
             max_num_seqs=8,
             step_times=(),
