@@ -32,7 +32,7 @@ from engine.config.engine import EngineConfig
 from engine.config.resolve import resolve_engine_config
 
 
-def smol_config(args: argparse.Namespace) -> EngineConfig:
+def smol_config(args: argparse.Namespace, *, draft_block_width: int | None = None) -> EngineConfig:
     longest = max(args.draft_lens)
     spec = DFlashDecodingConfig(max_draft_len=longest, speculative_model=args.drafter) if longest else None
     return resolve_engine_config(
@@ -46,12 +46,13 @@ def smol_config(args: argparse.Namespace) -> EngineConfig:
         block_size=args.block_size,
         enable_prefix_caching=False,
         draft_len_choices=sorted({0, *args.draft_lens}) if spec else None,
+        draft_block_width=draft_block_width,
         decode_programs=args.programs,
         num_blocks=max(args.concurrency) * (-(-(args.max_model_len + 16) // args.block_size)) + 1,
     )
 
 
-def q8_config(args: argparse.Namespace, directory: Path) -> EngineConfig:
+def q8_config(args: argparse.Namespace, directory: Path, *, draft_block_width: int | None = None) -> EngineConfig:
     longest = max(args.draft_lens)
     target, drafter = write_qwen3_8b(directory, drafter_weights=False)
     longest_request = min(args.max_model_len, args.prompt_tokens + args.tokens + 64)
@@ -60,6 +61,7 @@ def q8_config(args: argparse.Namespace, directory: Path) -> EngineConfig:
         drafter if longest else None,
         max_draft_len=longest,
         draft_len_choices=tuple(sorted({0, *args.draft_lens})),
+        draft_block_width=draft_block_width,
         max_model_len=args.max_model_len,
         max_num_seqs=max(args.concurrency),
         max_num_batched_tokens=args.batched_tokens,
@@ -105,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", help="sets of PROMPTS.json, default all")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32, 128])
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[0, 15], help="K = 0 alone: no drafter is loaded")
+    parser.add_argument("--draft-block-width", type=int, help="rows of the drafter's block; default: as trained")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256, help="q8: length of the random prompts")
     parser.add_argument("--acceptance-length", type=float, default=6.5, help="q8: synthetic mean tokens per step")
@@ -127,7 +130,8 @@ def main() -> None:
     show_progress()
     cuda = args.device == "cuda"
     with tempfile.TemporaryDirectory() as scratch:
-        config = smol_config(args) if args.model == "smol" else q8_config(args, Path(scratch))
+        width = dict(draft_block_width=args.draft_block_width)
+        config = smol_config(args, **width) if args.model == "smol" else q8_config(args, Path(scratch), **width)
         before = torch.cuda.mem_get_info()[0] if cuda else 0
         lab = Lab(config)
         free = torch.cuda.mem_get_info()[0] if cuda else 0
@@ -138,6 +142,7 @@ def main() -> None:
         record: dict[str, Any] = {
             "command": command_line(),
             "versions": versions(),
+            "block_width": config.block_width,
             "start_s": round(lab.start_s, 1),
             "memory_gib": {"taken_by_start": round((before - free) / 2**30, 2), "free_after": round(free / 2**30, 2)},
             "read_bandwidth_tb_s": None if bandwidth is None else round(bandwidth / 1e12, 3),

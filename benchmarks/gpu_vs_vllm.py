@@ -7,10 +7,15 @@ smol: SmolLM2-135M, its trained drafter, greedy, up to 256 tokens. q8: shapes of
 for dummy ones (--target-weights normal: this engine's own law), synthetic acceptance; 256 tokens in, 512 out (256 from
 32 requests on). The load's parts and their options: engine_load.py.
 
+--block-width: rows of this engine's drafter block. trained: what the drafter was trained with (16), all draft lengths
+in one engine. drafts: K + 1 at each K, which is what vLLM runs; every K then has an engine, and a process, of its own,
+and K = 0 has no drafter, as in vLLM.
+
 vLLM (0.26.0, peer_vllm.py; --peer-path is put ahead of its PYTHONPATH) runs first, in one process with one start per
 draft length, then this engine, which is also put under the arrivals that the peer bore. Never both at once. Every row
 is kept as it comes in OUT.rows.json; with --resume a later run adds to them, so that the two sides and the draft
 lengths can be measured in pieces: OUT.json is made from all rows (vs_report.py), OUT.WORKLOAD.svg shows the speeds.
+--peer-rows takes vLLM's rows from the .rows.json of another run, such as one of the other block width.
 MODEL and the engine's own needs: see gpu_engine.py. Exits 1 if a process failed or a bar does not hold, else 3 if rows
 for a bar lack (so does a run that measures one side alone), else 0.
 """
@@ -24,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +68,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--peer-limit-s", type=float, default=600.0, help="seconds of one workload's process of the peer"
     )
+    parser.add_argument("--peer-rows", type=Path, help="OUT.rows.json of another run: its rows of the peer")
     parser.add_argument("--peer-kv-gib", type=float, help="the peer's KV cache; without, it measures what is free")
     parser.add_argument("--ours-limit-s", type=float, default=300.0, help="... and of this engine")
     parser.add_argument("--skip", choices=("ours", "peer"))
+    parser.add_argument("--block-width", choices=("trained", "drafts"), default="trained", help="of this engine")
     parser.add_argument("--resume", action="store_true", help="keep the rows that OUT.rows.json has")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
@@ -73,7 +80,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target-weights", choices=("uniform", "normal"), default="uniform", help="q8, this engine's")
     parser.add_argument("--side", choices=("smol", "q8", "drafter"), help=argparse.SUPPRESS)  # this program's own child
     add_load_arguments(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.peer_rows and args.skip != "peer":
+        parser.error("--peer-rows: needs --skip peer")
+    return args
 
 
 # ------------------------------------------------------------------------------------------------- our side, a process
@@ -100,32 +110,39 @@ def bytes_of_a_step(lab: Lab) -> dict[str, float]:
     runner, config = lab.rank.runner, lab.config
     target, drafter = runner._target_program._model, runner._draft_program._drafter
     head = target.head.weight
-    return {
+    found = {
         "weights": weight_bytes(target),
-        "weights_with_drafts": weight_bytes(target, drafter) + head.numel() * head.element_size(),
         "kv_per_token": bytes_per_block(replace(config, drafter=None)) / config.block_size,
-        "kv_per_token_with_drafts": bytes_per_block(config) / config.block_size,
         "bytes_per_s": read_bandwidth(),
     }
+    if drafter is not None:
+        found["weights_with_drafts"] = weight_bytes(target, drafter) + head.numel() * head.element_size()
+        found["kv_per_token_with_drafts"] = bytes_per_block(config) / config.block_size
+    return found
 
 
 def our_side(args: argparse.Namespace) -> None:
     """Measures one workload at every draft length, in one engine."""
     sizes = dict(prompt_tokens=256, tokens=2 * args.tokens, batched_tokens=8192, dtype="bfloat16")
     shape = argparse.Namespace(**vars(args) | sizes)
+    longest = max(args.draft_lens)
+    width = dict(draft_block_width=longest + 1 if longest and args.block_width == "drafts" else None)
     rows: list[dict[str, Any]] = []
 
     def say(row: dict[str, Any]) -> None:
+        if row["draft_len"] is not None:
+            row["block_width"] = config.block_width if row["draft_len"] else 0
         rows.append(row)
         print("OURS", json.dumps(row), flush=True)
         args.out.write_text(json.dumps(rows) + "\n")
 
     with tempfile.TemporaryDirectory() as scratch:
-        config = smol_config(shape) if args.side == "smol" else q8_config(shape, Path(scratch))
+        config = smol_config(shape, **width) if args.side == "smol" else q8_config(shape, Path(scratch), **width)
         lab = Lab(config)
     if args.side == "q8" and args.target_weights == "uniform":
         fill_as_vllm_does(lab.rank.runner._target_program._model)
-    say(dict(part="start", draft_len=None, seconds=round(lab.start_s, 1), **versions()))
+    start = dict(seconds=round(lab.start_s, 1), widths=args.block_width, draft_lens=args.draft_lens)
+    say(dict(part="start", draft_len=None, **start, **versions()))
     if args.device == "cuda":
         say(dict(part="floor", draft_len=None, **bytes_of_a_step(lab)))
     if args.side == "smol":
@@ -137,7 +154,7 @@ def our_side(args: argparse.Namespace) -> None:
     else:
         load = Load(args=args, workload="q8", bank=random_bank())
     for draft_len in args.draft_lens:
-        if max(args.draft_lens):
+        if longest:
             lab.set_draft_len(draft_len)
         load.run(OurEngine(lab), draft_len, say)
     lab.close()
@@ -190,9 +207,27 @@ def run_peer(args: argparse.Namespace, workload: str, scratch: Path, target: str
     return rows, not left
 
 
-def run_ours(args: argparse.Namespace, workload: str, scratch: Path, rates: list[float]) -> tuple[list, bool]:
-    out = scratch / f"ours-{workload}.json"
-    command = [sys.executable, __file__, str(out), "--side", workload, "--draft-lens", *map(str, args.draft_lens)]
+def run_ours(args: argparse.Namespace, workload: str, scratch: Path, rates: list[float]) -> Iterator[tuple[list, bool]]:
+    """One process for all draft lengths, or one for each where the width follows them: what an engine held of the GPU
+    is back once its process has ended."""
+    groups = [[k] for k in args.draft_lens] if args.block_width == "drafts" else [args.draft_lens]
+    ends = time.perf_counter() + args.ours_limit_s
+    for draft_lens in groups:
+        left_s = ends - time.perf_counter()
+        if left_s <= 0:
+            print(f"... no time left for {workload} at K = {draft_lens}", flush=True)
+            yield [], False
+        else:
+            yield run_engine(args, workload, scratch, rates, draft_lens, left_s)
+
+
+def run_engine(
+    args: argparse.Namespace, workload: str, scratch: Path, rates: list[float], draft_lens: list[int], limit_s: float
+) -> tuple[list, bool]:
+    name = f"ours-{workload}" + (f"-{draft_lens[0]}" if args.block_width == "drafts" else "")
+    out = scratch / f"{name}.json"
+    command = [sys.executable, __file__, str(out), "--side", workload, "--draft-lens", *map(str, draft_lens)]
+    command += ["--block-width", args.block_width]
     command += ["--acceptance-length", str(args.acceptance_length), "--block-size", str(args.block_size)]
     command += ["--device", args.device, "--target-weights", args.target_weights, *load_command(args)]
     command += ["--rates", *map(str, [*args.rates, *rates])]
@@ -200,7 +235,17 @@ def run_ours(args: argparse.Namespace, workload: str, scratch: Path, rates: list
         command += ["--programs", args.programs]
     if workload == "smol":
         command += ["--smollm2", args.smollm2, "--drafter", args.drafter, "--prompts", str(args.prompts)]
-    return run_side(command, out, args.out.with_suffix(f".ours-{workload}.log"), args.ours_limit_s, dict(os.environ))
+    return run_side(command, out, args.out.with_suffix(f".{name}.log"), limit_s, dict(os.environ))
+
+
+def refuse_two_widths(rows: Sequence[dict[str, Any]], wanted: str) -> None:
+    """Speeds at one K and two widths are two speeds, which no report may hold as one."""
+    kept = {row.get("widths", "trained") for row in rows if (row["side"], row["part"]) == ("ours", "start")}
+    if kept - {wanted}:
+        raise SystemExit(
+            f"--block-width: OUT.rows.json has rows of {', '.join(sorted(kept))}, asked for is {wanted}; give another "
+            "OUT, and --peer-rows for the peer's rows"
+        )
 
 
 def main() -> None:
@@ -213,6 +258,10 @@ def main() -> None:
         return
     kept = args.out.with_suffix(".rows.json")
     rows: list[dict[str, Any]] = json.loads(kept.read_text()) if args.resume and kept.is_file() else []
+    refuse_two_widths(rows, args.block_width)
+    if args.peer_rows:
+        found = [row for row in json.loads(args.peer_rows.read_text()) if row["side"] == "vllm"]
+        rows = [row for row in rows if row["side"] != "vllm"] + found
     before = json.loads(args.out.read_text()) if args.resume and args.out.is_file() else {}
     record = {"commands": [*before.get("commands", []), command_line()]}
     asked = [
@@ -247,9 +296,10 @@ def main() -> None:
                 well &= ok
                 add("vllm", workload, found)
             if args.skip != "ours":
-                found, ok = run_ours(args, workload, Path(scratch), peer_rates(rows, workload, args.share))
-                well &= ok
-                add("ours", workload, found)
+                rates = peer_rates(rows, workload, args.share)
+                for found, ok in run_ours(args, workload, Path(scratch), rates):
+                    well &= ok
+                    add("ours", workload, found)
     for name in ("best", "first", "context", "poisson", "accept", "bars"):
         for row in record.get(name, []):
             print(name.upper(), json.dumps(row), flush=True)

@@ -7,7 +7,8 @@ Needs vllm and what it needs, not this engine. smol: SmolLM2 and its trained dra
 dummy weights of the target, a drafter directory with weights (vLLM does not make dummy ones), synthetic acceptance.
 Asynchronous scheduling is demanded, and CUDA graphs of whole decode steps up to --concurrency requests: an engine
 without either is not measured. DIR needs a tokenizer for smol. Rows are written as they come, with a row about each
-start: {"part": "start", "draft_len", "seconds", "async_scheduling", "cudagraph_mode", "graph_sizes", ..}.
+start: {"part": "start", "draft_len", "seconds", "async_scheduling", "cudagraph_mode", "graph_sizes", ..}. The drafter
+runs blocks of K + 1 rows there, whatever it was trained with: `block_width` of every row.
 """
 
 import argparse
@@ -146,6 +147,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
 
     def say(row: dict[str, Any]) -> None:
+        draft_len = row.get("draft_len")
+        if draft_len is not None:
+            row["block_width"] = draft_len + 1 if draft_len else 0
         rows.append(row)
         print("PEER", json.dumps(row), flush=True)
         args.out.write_text(json.dumps(rows) + "\n")

@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafter")
     parser.add_argument("--rows", type=int, default=128, help="the largest batch")
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7, 11, 15])
+    parser.add_argument("--draft-block-width", type=int, help="rows of the drafter's block; default: as trained")
     parser.add_argument("--contexts", type=int, nargs=2, default=[128, 1024], help="prompt tokens of a row")
     parser.add_argument("--accelerator", help="name in the table; default: the file's up to the first -")
     parser.add_argument("--max-model-len", type=int, default=2048)
@@ -106,7 +107,8 @@ def table(args: argparse.Namespace, lab: Lab) -> dict[str, Any]:
     shown = ", ".join(f"{name} {number}" for name, number in versions().items() if name in ("torch", "triton"))
     return {
         "accelerator": args.accelerator or args.out.stem.split("-")[0],
-        "model": NAMES[args.model].format(dtype=args.dtype),
+        "model": NAMES[args.model].format(dtype=args.dtype)
+        + ("" if args.draft_block_width is None else f" run in blocks of {args.draft_block_width}"),
         "source": f"Measured on {device} with {shown}, contexts of {near} and {far} tokens: {command_line()}",
         "measured": rows,
         "reference_context": far,
@@ -123,7 +125,8 @@ def main() -> None:
     show_progress()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        lab = Lab(smol_config(args) if args.model == "smol" else q8_config(args, Path(scratch)))
+        width = dict(draft_block_width=args.draft_block_width)
+        lab = Lab(smol_config(args, **width) if args.model == "smol" else q8_config(args, Path(scratch), **width))
         values = table(args, lab)
         lab.close()
     args.out.write_text(_yaml(values), encoding="utf-8")

@@ -1,7 +1,8 @@
 """What the rows of gpu_vs_vllm.py say: medians and ratios, the best draft length of each side, bars, and a curve.
 
-A row has `side` ("ours" or "vllm"), `workload`, and what engine_load.py put into it. The sides are compared at draft
-lengths that both were measured at; a bar whose rows are not there is in the report too, with `ok` null and what lacks.
+A row has `side` ("ours" or "vllm"), `workload`, what engine_load.py put into it, and `block_width`, the rows of the
+drafter's block at that draft length (0 without drafts). The sides are compared at draft lengths that both were measured
+at; a bar whose rows are not there is in the report too, with `ok` null and what lacks.
 """
 
 import math
@@ -29,6 +30,7 @@ def report(rows: Sequence[Row], asked: Iterable[tuple[str, str, int]] = ()) -> d
     found: dict[str, Any] = {
         "starts": [row for row in rows if row["part"] in ("start", "counters", "error", "versions")]
     }
+    found["block_widths"] = block_widths(rows)
     found["cut"] = [row for row in rows if "cut_after_s" in row]
     speed = by(rows, "speed", ("workload", "set", "concurrency", "draft_len"))
     found["speed"] = [compared(key, sides, "tokens_per_s") for key, sides in speed.items()]
@@ -44,6 +46,17 @@ def report(rows: Sequence[Row], asked: Iterable[tuple[str, str, int]] = ()) -> d
     begun = [(row["workload"], row["part"], row["draft_len"]) for row in rows if row["part"] in MEASURED]
     found["bars"] = bars(found, dict.fromkeys([*asked, *begun]))
     return found
+
+
+def block_widths(rows: Iterable[Row]) -> list[Row]:
+    """Per workload and draft length, the width of the drafter's block on each side, where rows tell it."""
+    found: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        if row["part"] in MEASURED and "block_width" in row:
+            key = row["workload"], row["draft_len"]
+            entry = found.setdefault(key, dict(zip(("workload", "draft_len"), key, strict=True)))
+            entry[row["side"]] = row["block_width"]
+    return list(found.values())
 
 
 def by(rows: Iterable[Row], part: str, names: tuple[str, ...]) -> Groups:
@@ -66,6 +79,8 @@ def compared(key: tuple[tuple[str, Any], ...], sides: dict[str, list[Row]], fiel
             if values:
                 row[side][name] = round(statistics.median(values), 4)
         row[side]["all"] = [f[field] for f in found]
+        if "block_width" in found[0]:
+            row[side]["block_width"] = found[0]["block_width"]
     if len(sides) == len(SIDES):
         row["ratio"] = round(row["ours"][field] / row["vllm"][field], 3)
     return row
@@ -73,11 +88,13 @@ def compared(key: tuple[tuple[str, Any], ...], sides: dict[str, list[Row]], fiel
 
 def add_floors(context: Sequence[Row], rows: Sequence[Row]) -> None:
     """To steps behind a context: what reading weights and K/V takes at the measured bandwidth, and our multiple."""
-    floors = {row["workload"]: row for row in rows if row["part"] == "floor"}
+    floors: dict[str, Row] = {}
+    for row in rows:
+        if row["part"] == "floor":  # an engine without a drafter tells only what goes without one
+            floors[row["workload"]] = floors.get(row["workload"], {}) | row
     for row in context:
-        floor = floors.get(row["workload"])
-        if floor and "ours" in row:
-            kind = "_with_drafts" if row["draft_len"] else ""
+        floor, kind = floors.get(row["workload"], {}), "_with_drafts" if row["draft_len"] else ""
+        if "weights" + kind in floor and "ours" in row:
             num_bytes = floor["weights" + kind] + floor["kv_per_token" + kind] * row["context"]
             row["floor_ms"] = round(1e3 * num_bytes / floor["bytes_per_s"], 4)
             row["ours"]["over_floor"] = round(row["ours"]["step_ms"] / row["floor_ms"], 3)

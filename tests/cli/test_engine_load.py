@@ -1,5 +1,8 @@
 """The measuring code of the comparison with another engine, on an engine that takes known times."""
 
+import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -227,3 +230,42 @@ def test_arrivals_are_compared_where_both_had_them(modules: tuple[ModuleType, Mo
     assert [(row["side"], row["draft_len"]) for row in found] == [("ours", 15), ("vllm", 15)]
     assert [row["requests_per_s"] for row in found[0]["given"]] == [35.0]
     assert vs_report.report(rows("ours", 3, 90.0) + rows("ours", 15, 80.0))["poisson"][0]["draft_len"] == 3
+
+
+def test_the_width_of_the_drafter_s_block_is_told(modules: tuple[ModuleType, ModuleType]) -> None:
+    _, vs_report = modules
+    rows = [
+        speed_row(side, k, speed) | {"block_width": width if k else 0}
+        for side, width, speed in (("ours", 16, 300.0), ("vllm", 4, 200.0))
+        for k in (3, 0)
+    ]
+    found = vs_report.report([*rows, speed_row("vllm", 7, 100.0)])  # of before rows told it
+    assert found["block_widths"] == [
+        {"workload": "smol", "draft_len": 3, "ours": 16, "vllm": 4},
+        {"workload": "smol", "draft_len": 0, "ours": 0, "vllm": 0},
+    ]
+    assert [found["best"][0][side]["block_width"] for side in ("ours", "vllm")] == [16, 4]
+
+
+def test_floors_of_several_engines_come_together(modules: tuple[ModuleType, ModuleType]) -> None:
+    """The engine without a drafter, which comes last, has no figure for what a drafter reads."""
+    _, vs_report = modules
+    plain = dict(side="ours", workload="q8", part="floor", weights=3e9, kv_per_token=5e5, bytes_per_s=1e12)
+    drafting = plain | dict(weights_with_drafts=4e9, kv_per_token_with_drafts=1e6)
+    steps = [
+        dict(side="ours", workload="q8", part="context", draft_len=k, context=1000, tokens_per_s=1.0, step_ms=7.0)
+        for k in (7, 0)
+    ]
+    assert [row["floor_ms"] for row in vs_report.report([drafting, plain, *steps])["context"]] == [5.0, 3.5]
+    assert ["floor_ms" in row for row in vs_report.report([plain, *steps])["context"]] == [False, True]
+
+
+def test_rows_of_two_widths_are_not_mixed(repo_root: Path, tmp_path: Path) -> None:
+    start = dict(side="ours", workload="smol", part="start", draft_len=None)
+    (tmp_path / "out.rows.json").write_text(json.dumps([start]))
+    command = [sys.executable, "benchmarks/gpu_vs_vllm.py", str(tmp_path / "out.json"), "--resume", "--skip", "peer"]
+    env = os.environ | {"PYTHONPATH": str(repo_root)}
+    asked = [*command, "--block-width", "drafts"]
+    refused = subprocess.run(asked, capture_output=True, text=True, env=env, cwd=repo_root, check=False)
+    assert "--block-width: OUT.rows.json has rows of trained, asked for is drafts" in refused.stderr
+    assert json.loads((tmp_path / "out.rows.json").read_text()) == [start]
