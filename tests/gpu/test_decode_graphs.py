@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine import SamplingParams
+from engine.request import EngineRequest
 from engine.runner.memory_probe import CACHED_BATCHES, measure
 from engine.runner.recorder import GraphRecorder
 from tests.engine.test_decode_programs import build, drive
@@ -13,6 +14,7 @@ from tests.engine.test_shadow_scoring import check_real_drafter
 from tests.toy import make_drafter, make_target
 
 pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,26 @@ def test_random_schedules_equal_the_cpu(models, seed, block_size):
         (tokens, logprobs, reason), (own_tokens, own_logprobs, own_reason) = truth[name], found[name]
         assert (own_tokens, own_reason) == (tokens, reason), name
         assert own_logprobs == pytest.approx(logprobs, abs=2e-3)
+
+
+@pytest.mark.parametrize("width", [8, 11])
+def test_narrow_blocks_draft_what_the_cpu_drafts(models, width, tmp_path):
+    """Of one greedy request, where every step's drafts are known; K is 7."""
+    wide = models[0], make_drafter(tmp_path / "drafter", models[0], head_dim=32, block_size=16)
+
+    def drafts(decode_programs: str, **options: Any) -> list[list[int]]:
+        found: list[list[int]] = []
+        with build(wide, decode_programs, draft_block_width=width, block_size=16, **options) as llm:
+            state = llm._rank.runner.state
+            llm.core.add_request(EngineRequest(request_id="r", prompt_token_ids=(5, 6, 7), params=GREEDY))
+            while llm.core.has_work():
+                llm.core.step()
+                found.append(state.draft_tokens[0, :7].tolist())
+        return found
+
+    want = drafts("repeated")
+    assert len(set(map(tuple, want))) > 5
+    assert drafts("graphs", device="cuda", pipeline_depth=0) == want
 
 
 def test_the_loop_never_waits_for_the_device(models):

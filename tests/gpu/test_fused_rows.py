@@ -46,6 +46,11 @@ def test_commit_equals_verify(case: tuple[int, int], device: str, synthetic: boo
     check_commit(commit, case, device, synthetic=synthetic)
 
 
+@pytest.mark.parametrize(("case", "device"), places([6, 12], [6]))
+def test_a_block_of_any_width(case: int, device: str) -> None:
+    check_commit(commit, (5, 40), device, synthetic=False, W=case)
+
+
 @pytest.mark.parametrize(("case", "device"), places([1, 300], [40]))
 @pytest.mark.parametrize("length", [1.0, 2.25, 6.5])
 def test_coins_of_synthetic_acceptance(case: int, device: str, length: float) -> None:

@@ -49,9 +49,11 @@ def random_rows(K: int, R: int, device: str) -> tuple[Slots, TargetRows, Tensor,
     return slots, rows, slots_R, drawn_RQ, peak_RQ, integers(0, K + 2, R)
 
 
-def check_commit(commit: Callable[..., Commit], case: tuple[int, int], device: str, *, synthetic: bool) -> None:
+def check_commit(
+    commit: Callable[..., Commit], case: tuple[int, int], device: str, *, synthetic: bool, W: int = 8
+) -> None:
     """`commit` decides what `verify` decides, writes it to the slots, and makes the context's and the block's rows."""
-    (K, R), W, positions = case, 8, 64
+    (K, R), positions = case, 64
     slots, rows, slots_R, drawn_RQ, peak_RQ, synthetic_R = random_rows(K, R, device)
     valid_RQ = peak_RQ < torch.inf
     tokens_RQ = drawn_RQ.masked_fill(~valid_RQ, 0)
