@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from command_line import command_line
-from gpu_lab import Lab, dummy_config, read_bandwidth, save, show_progress, versions, weight_bytes, write_qwen3_8b
+from gpu_lab import Lab, dummy_config, read_bandwidth, save, show_progress, versions, weight_bytes
+from random_models import write_qwen3_8b
 
 from engine.config.decoding import DFlashDecodingConfig
 from engine.config.engine import EngineConfig
@@ -52,9 +53,13 @@ def smol_config(args: argparse.Namespace, *, draft_block_width: int | None = Non
     )
 
 
-def q8_config(args: argparse.Namespace, directory: Path, *, draft_block_width: int | None = None) -> EngineConfig:
+def q8_config(
+    args: argparse.Namespace, directory: Path, *, draft_block_width: int | None = None, weights: bool = False
+) -> EngineConfig:
+    """Qwen3-8B's shapes; weights: those of the checkpoints in the directory, else random ones made in place."""
     longest = max(args.draft_lens)
-    target, drafter = write_qwen3_8b(directory, drafter_weights=False)
+    target, drafter = write_qwen3_8b(directory, weights=weights, device=args.device)
+    load_format = "safetensors" if weights else "dummy"
     longest_request = min(args.max_model_len, args.prompt_tokens + args.tokens + 64)
     return dummy_config(
         target,
@@ -71,6 +76,8 @@ def q8_config(args: argparse.Namespace, directory: Path, *, draft_block_width: i
         device=args.device,
         decode_programs=args.programs or "graphs",
         synthetic_acceptance_length=args.acceptance_length if longest else None,
+        load_format=load_format,
+        drafter_load_format=load_format,
     )
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from engine.config.drafter import parse_drafter_config
@@ -27,88 +26,6 @@ from engine.rank import EngineRank
 from engine.request import EngineRequest
 from engine.runner.clock import StepClock
 from engine.sampling_params import SamplingParams
-
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-# The published drafter of that model: five layers, blocks of 16.
-QWEN3_8B_DFLASH = {
-    **{k: v for k, v in QWEN3_8B.items() if k not in ("bos_token_id", "eos_token_id")},
-    "architectures": ["DFlashDraftModel"],
-    "num_hidden_layers": 5,
-    "num_target_layers": 36,
-    "block_size": 16,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-}
-
-
-def write_qwen3_8b(directory: Path, *, drafter_weights: bool) -> tuple[Path, Path]:
-    """(target, drafter) directories, config.json alone; drafter_weights: random ones, for programs that need some."""
-    target, drafter = directory / "qwen3-8b", directory / "qwen3-8b-dflash"
-    for path, raw in ((target, QWEN3_8B), (drafter, QWEN3_8B_DFLASH)):
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(raw, indent=1))
-    if drafter_weights:
-        save_file(random_drafter(QWEN3_8B_DFLASH), drafter / "model.safetensors", metadata={"format": "pt"})
-    return target, drafter
-
-
-def random_drafter(raw: dict[str, Any], device: str = "cuda") -> dict[str, torch.Tensor]:
-    """Weights in z-lab's names and shapes, bfloat16, on the host."""
-    H, D, inter = raw["hidden_size"], raw["head_dim"], raw["intermediate_size"]
-    q, g = raw["num_attention_heads"] * D, raw["num_key_value_heads"] * D
-    taps = len(raw["dflash_config"]["target_layer_ids"])
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, taps * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
-    for index in range(raw["num_hidden_layers"]):
-        prefix = f"layers.{index}."
-        shapes |= {
-            prefix + "input_layernorm.weight": (H,),
-            prefix + "post_attention_layernorm.weight": (H,),
-            prefix + "self_attn.q_proj.weight": (q, H),
-            prefix + "self_attn.k_proj.weight": (g, H),
-            prefix + "self_attn.v_proj.weight": (g, H),
-            prefix + "self_attn.o_proj.weight": (H, q),
-            prefix + "self_attn.q_norm.weight": (D,),
-            prefix + "self_attn.k_norm.weight": (D,),
-            prefix + "mlp.gate_proj.weight": (inter, H),
-            prefix + "mlp.up_proj.weight": (inter, H),
-            prefix + "mlp.down_proj.weight": (H, inter),
-        }
-    weights = {}
-    for name, shape in shapes.items():
-        drawn = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, device=device) * 0.02
-        weights[name] = drawn.to(torch.bfloat16).cpu()
-    if device == "cuda":
-        torch.cuda.empty_cache()  # the next program on this GPU may measure it
-    return weights
-
-
-def fill_as_vllm_does(model: nn.Module) -> None:
-    """Overwrites every weight by vLLM's law for dummy ones: uniform within 1e-3 of zero, norms as well.
-
-    Power follows from the numbers that are multiplied, and at its limit a GPU's clock follows from power: two engines
-    can only be compared over weights of one law.
-    """
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(1234)
-    for weight in model.parameters():
-        weight.data.uniform_(-1e-3, 1e-3, generator=generator)
 
 
 def dummy_config(target_dir: Path, drafter_dir: Path | None, **settings: Any) -> EngineConfig:

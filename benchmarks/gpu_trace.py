@@ -4,8 +4,8 @@
 
 The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance, through the whole engine, its
 recorded programs included. For each concurrency: milliseconds of a step between its marks on the device, of a step on
-the wall, of the host's work for it, and a table of the kernels of --steps steps. For each prompt length, alone:
-milliseconds to its first token with and without drafts, and the same table.
+the wall, of the host's work for it (of it: launching the recorded programs), and a table of the kernels of --steps
+steps. For each prompt length, alone: milliseconds to its first token with and without drafts, and the same table.
 
 `trace_table.py` tells what the tables hold, `peer_trace.py` makes them of vLLM.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from command_line import command_line
 from gpu_engine import q8_config, random_prompts
-from gpu_lab import Lab, Run, counted_waits, fill_as_vllm_does, save, show_progress, versions
+from gpu_lab import Lab, Run, counted_waits, save, show_progress, versions
 from torch.profiler import ProfilerActivity, profile
 from trace_table import GpuMonitor, device_events, reckon
 
@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--target-weights", choices=("uniform", "normal"), default="uniform")
+    parser.add_argument("--models", type=Path, help="checkpoints as random_models.py writes them, which it does here")
     parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
     parser.add_argument("--seconds", type=float, default=75.0, help="nothing new is begun after so long")
     args = parser.parse_args()
@@ -57,11 +57,26 @@ def parse() -> argparse.Namespace:
     return args
 
 
+class Replays:
+    """Seconds that the host spent on launching recorded programs, of engines made after it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        original = torch.cuda.CUDAGraph.replay
+
+        def replay(graph: torch.cuda.CUDAGraph) -> None:
+            started = time.perf_counter()
+            original(graph)
+            self.seconds += time.perf_counter() - started
+
+        torch.cuda.CUDAGraph.replay = replay
+
+
 class Driver:
     """Requests of one engine."""
 
-    def __init__(self, lab: Lab, device: str) -> None:
-        self.lab, self.device, self._count = lab, device, 0
+    def __init__(self, lab: Lab, device: str, replays: Replays) -> None:
+        self.lab, self.device, self.replays, self._count = lab, device, replays, 0
         self.monitor = GpuMonitor()
 
     def sync(self) -> None:
@@ -131,11 +146,12 @@ def decode(
 
     driver.lab.rank.runner.collect = collect
     waited = Run(seconds=0.0, num_tokens=0)
-    started = time.perf_counter()
+    started, launches_s = time.perf_counter(), driver.replays.seconds
     with counted_waits(waited):
         for _ in range(16):
             core.step()
     wall_ms = 1e3 * (time.perf_counter() - started) / 16
+    launches_ms = 1e3 * (driver.replays.seconds - launches_s) / 16
     gpu = driver.monitor.since(begun + args.warm_s / 2)
     driver.lab.rank.runner.collect = original
 
@@ -150,6 +166,7 @@ def decode(
         "step_device_ms": round(1e3 * statistics.median(device_s), 4),
         "step_wall_ms": round(wall_ms, 4),
         "host_ms": round(wall_ms - 1e3 * waited.wait_s / 16, 4),
+        "host_launches_ms": round(launches_ms, 4),
         "steps": args.steps,
         **table(steps, driver.sync, scratch),
     }
@@ -174,12 +191,11 @@ def main() -> None:
     record: dict[str, Any] = {"command": command_line(), "versions": versions(), "rows": [], "left_out": []}
     with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
         scratch = Path(directory)
-        config = q8_config(args, scratch)
+        config = q8_config(args, args.models or scratch, weights=args.models is not None)
+        replays = Replays()
         lab = Lab(config)
         record["start_s"] = round(lab.start_s, 1)
-        if args.target_weights == "uniform":
-            fill_as_vllm_does(lab.rank.runner._target_program._model)
-        driver, vocab = Driver(lab, args.device), config.target.vocab_size
+        driver, vocab = Driver(lab, args.device, replays), config.target.vocab_size
         parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
             (f"{c} requests, K = {k}", lambda c=c, k=k: decode(driver, args, c, k, vocab, scratch))
             for c in reversed(args.concurrency)

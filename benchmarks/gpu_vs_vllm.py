@@ -3,9 +3,10 @@
     python benchmarks/gpu_vs_vllm.py OUT.json --workloads smol q8 --draft-lens 15 0 7 3 --peer-path SITE \\
         --smollm2 MODEL --drafter DIR --prompts PROMPTS.json
 
-smol: SmolLM2-135M, its trained drafter, greedy, up to 256 tokens. q8: shapes of Qwen3-8B, random weights by vLLM's law
-for dummy ones (--target-weights normal: this engine's own law), synthetic acceptance; 256 tokens in, 512 out (256 from
-32 requests on). The load's parts and their options: engine_load.py.
+smol: SmolLM2-135M, its trained drafter, greedy, up to 256 tokens. q8: shapes of Qwen3-8B, random weights from one pair
+of checkpoints (random_models.py says why; --models keeps them), synthetic acceptance; 256 tokens in, 512 out (256 from
+32 requests on). The load's parts and their options: engine_load.py. Rows of part "tokens" tell how many tokens came out
+at a K, and how many different ones.
 
 --block-width: rows of this engine's drafter block. trained: what the drafter was trained with (16), all draft lengths
 in one engine. drafts: K + 1 at each K, which is what vLLM runs; every K then has an engine, and a process, of its own,
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +46,8 @@ from engine_load import (
     smol_bank,
 )
 from gpu_engine import q8_config, smol_config
-from gpu_lab import Lab, fill_as_vllm_does, read_bandwidth, save, versions, weight_bytes, write_qwen3_8b
+from gpu_lab import Lab, read_bandwidth, save, versions, weight_bytes
+from random_models import write_qwen3_8b
 from vs_report import FAIL, draw, exit_code, peer_rates, report
 
 from engine.kv_cache.block_bytes import bytes_per_block
@@ -77,8 +80,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--programs", choices=("graphs", "repeated", "eager"))
-    parser.add_argument("--target-weights", choices=("uniform", "normal"), default="uniform", help="q8, this engine's")
-    parser.add_argument("--side", choices=("smol", "q8", "drafter"), help=argparse.SUPPRESS)  # this program's own child
+    parser.add_argument(
+        "--models", type=Path, help="q8: where the checkpoints lie (18 GB), written if they are not there"
+    )
+    parser.add_argument("--side", choices=("smol", "q8", "models"), help=argparse.SUPPRESS)  # this program's own child
     add_load_arguments(parser)
     args = parser.parse_args()
     if args.peer_rows and args.skip != "peer":
@@ -94,15 +99,17 @@ class OurEngine:
 
     def __init__(self, lab: Lab) -> None:
         self._core = lab.core
+        self.seen: Counter[int] = Counter()  # token ids that came out
 
     def add(self, name: str, prompt: list[int], max_tokens: int, ignore_eos: bool) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False)
         self._core.add_request(EngineRequest(request_id=name, prompt_token_ids=tuple(prompt), params=params))
 
     def step(self) -> Iterable[tuple[str, int, bool]]:
-        return [
-            (delta.request_id, len(delta.token_ids), delta.finish_reason is not None) for delta in self._core.step()
-        ]
+        deltas = self._core.step()
+        for delta in deltas:
+            self.seen.update(delta.token_ids)
+        return [(delta.request_id, len(delta.token_ids), delta.finish_reason is not None) for delta in deltas]
 
 
 def bytes_of_a_step(lab: Lab) -> dict[str, float]:
@@ -136,11 +143,11 @@ def our_side(args: argparse.Namespace) -> None:
         print("OURS", json.dumps(row), flush=True)
         args.out.write_text(json.dumps(rows) + "\n")
 
-    with tempfile.TemporaryDirectory() as scratch:
-        config = smol_config(shape, **width) if args.side == "smol" else q8_config(shape, Path(scratch), **width)
-        lab = Lab(config)
-    if args.side == "q8" and args.target_weights == "uniform":
-        fill_as_vllm_does(lab.rank.runner._target_program._model)
+    if args.side == "smol":
+        config = smol_config(shape, **width)
+    else:
+        config = q8_config(shape, args.models, **width, weights=True)
+    lab = Lab(config)
     start = dict(seconds=round(lab.start_s, 1), widths=args.block_width, draft_lens=args.draft_lens)
     say(dict(part="start", draft_len=None, **start, **versions()))
     if args.device == "cuda":
@@ -156,7 +163,9 @@ def our_side(args: argparse.Namespace) -> None:
     for draft_len in args.draft_lens:
         if longest:
             lab.set_draft_len(draft_len)
-        load.run(OurEngine(lab), draft_len, say)
+        engine = OurEngine(lab)
+        load.run(engine, draft_len, say)
+        say(dict(part="tokens", draft_len=draft_len, total=engine.seen.total(), different=len(engine.seen)))
     lab.close()
 
 
@@ -229,7 +238,7 @@ def run_engine(
     command = [sys.executable, __file__, str(out), "--side", workload, "--draft-lens", *map(str, draft_lens)]
     command += ["--block-width", args.block_width]
     command += ["--acceptance-length", str(args.acceptance_length), "--block-size", str(args.block_size)]
-    command += ["--device", args.device, "--target-weights", args.target_weights, *load_command(args)]
+    command += ["--device", args.device, "--models", str(args.models or scratch / "models"), *load_command(args)]
     command += ["--rates", *map(str, [*args.rates, *rates])]
     if args.programs:
         command += ["--programs", args.programs]
@@ -250,8 +259,8 @@ def refuse_two_widths(rows: Sequence[dict[str, Any]], wanted: str) -> None:
 
 def main() -> None:
     args = parse()
-    if args.side == "drafter":
-        write_qwen3_8b(args.out, drafter_weights=True)
+    if args.side == "models":
+        write_qwen3_8b(args.out, weights=True, device=args.device)
         return
     if args.side:
         our_side(args)
@@ -283,15 +292,17 @@ def main() -> None:
             args.out.with_suffix(f".{name}.svg").write_text(draw(record["curve"], name))
 
     with tempfile.TemporaryDirectory() as scratch:
+        models = args.models or Path(scratch) / "models"
+        if "q8" in args.workloads:
+            # In a child: this process keeps off the GPU, on which the peer measures what is free.
+            command = [sys.executable, __file__, str(models), "--side", "models", "--device", args.device]
+            subprocess.run(command, check=True)
         for workload in args.workloads:
             if args.skip != "peer":
                 if workload == "smol":
                     target, drafter = str(fetch(args.smollm2)), args.drafter
                 else:
-                    # In a child: this process keeps off the GPU, on which the peer measures what is free.
-                    models = Path(scratch) / "models"
-                    subprocess.run([sys.executable, __file__, str(models), "--side", "drafter"], check=True)
-                    target, drafter = map(str, write_qwen3_8b(models, drafter_weights=False))
+                    target, drafter = map(str, write_qwen3_8b(models, weights=False))
                 found, ok = run_peer(args, workload, Path(scratch), target, drafter)
                 well &= ok
                 add("vllm", workload, found)

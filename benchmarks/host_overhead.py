@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from command_line import command_line
-from gpu_lab import QWEN3_8B, QWEN3_8B_DFLASH, Lab, dummy_config, save, versions
+from gpu_lab import Lab, dummy_config, save, versions
+from random_models import QWEN3_8B, QWEN3_8B_DFLASH
 
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams

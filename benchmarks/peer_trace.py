@@ -2,8 +2,9 @@
 
     python benchmarks/peer_trace.py OUT.json --target DIR --drafter DIR --draft-lens 15 7 --concurrency 128 32 16
 
-Qwen3-8B's shapes, dummy weights, synthetic acceptance; needs vllm. One engine per draft length. For each concurrency:
-the median time between its outputs, the GPU's clock and power meanwhile, and the kernels of a few steps.
+Qwen3-8B's shapes, checkpoints by random_models.py, synthetic acceptance; needs vllm. One engine per draft length. For
+each concurrency: the median time between its outputs, the GPU's clock and power meanwhile, the kernels of a few steps,
+and how many different tokens came out.
 """
 
 import argparse
@@ -47,6 +48,7 @@ def decode(engine: VllmEngine, monitor: GpuMonitor, args: argparse.Namespace, co
     seen: set[str] = set()
     while len(seen) < concurrency:
         seen |= {name for name, count, _ in engine.step() if count}
+    engine.seen.clear()
     began, times = time.perf_counter(), []
     while time.perf_counter() < began + args.warm_s:
         counts = [count for _, count, _ in engine.step()]
@@ -68,7 +70,8 @@ def decode(engine: VllmEngine, monitor: GpuMonitor, args: argparse.Namespace, co
             break
         time.sleep(0.05)
     gap = statistics.median(gaps) if gaps else None
-    return dict(concurrency=concurrency, gpu=gpu, gap_ms=gap, steps=args.steps, **found)
+    tokens = dict(tokens=engine.seen.total(), different_tokens=len(engine.seen))
+    return dict(concurrency=concurrency, gpu=gpu, gap_ms=gap, steps=args.steps, **tokens, **found)
 
 
 def main() -> None:

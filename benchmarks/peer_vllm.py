@@ -3,8 +3,8 @@
     python benchmarks/peer_vllm.py OUT.json smol --target DIR --drafter DIR --prompts PROMPTS.json --draft-lens 15 0
     python benchmarks/peer_vllm.py OUT.json q8 --target DIR --drafter DIR --draft-lens 15 0
 
-Needs vllm and what it needs, not this engine. smol: SmolLM2 and its trained drafter, greedy. q8: Qwen3-8B's shapes,
-dummy weights of the target, a drafter directory with weights (vLLM does not make dummy ones), synthetic acceptance.
+Needs vllm and what it needs, not this engine. smol: SmolLM2 and its trained drafter, greedy. q8: Qwen3-8B's shapes, the
+checkpoints of random_models.py, synthetic acceptance.
 Asynchronous scheduling is demanded, and CUDA graphs of whole decode steps up to --concurrency requests: an engine
 without either is not measured. DIR needs a tokenizer for smol. Rows are written as they come, with a row about each
 start: {"part": "start", "draft_len", "seconds", "async_scheduling", "cudagraph_mode", "graph_sizes", ..}. The drafter
@@ -19,6 +19,7 @@ import platform
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -81,7 +82,7 @@ class VllmEngine:
         if args.kv_gib:
             options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
         if args.workload == "q8":
-            options |= dict(load_format="dummy", skip_tokenizer_init=True)
+            options |= dict(skip_tokenizer_init=True)
         if draft_len:
             speculative = dict(method="dflash", model=args.drafter, num_speculative_tokens=draft_len)
             if args.workload == "q8":
@@ -90,6 +91,7 @@ class VllmEngine:
                 )
             options["speculative_config"] = speculative
         self._llm = LLM(**options | more)
+        self.seen: Counter[int] = Counter()  # token ids that came out
         self._engine = self._llm.llm_engine
         self.facts = self._facts(most * (draft_len + 1))
 
@@ -113,10 +115,11 @@ class VllmEngine:
         self._engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(max_tokens, ignore_eos))
 
     def step(self) -> Iterable[tuple[str, int, bool]]:
-        return [
-            (output.request_id, sum(len(part.token_ids) for part in output.outputs), output.finished)
-            for output in self._engine.step()
-        ]
+        outputs = self._engine.step()
+        for output in outputs:
+            for part in output.outputs:
+                self.seen.update(part.token_ids)
+        return [(o.request_id, sum(len(part.token_ids) for part in o.outputs), o.finished) for o in outputs]
 
     def counters(self) -> dict[str, Any]:
         """Its own counts of drafts, to hold against what came out."""
@@ -173,6 +176,7 @@ def main() -> None:
             engine = VllmEngine(args, draft_len)
             say(dict(part="start", draft_len=draft_len, seconds=round(time.perf_counter() - began, 1)) | engine.facts)
             load.run(engine, draft_len, say)
+            say(dict(part="tokens", draft_len=draft_len, total=engine.seen.total(), different=len(engine.seen)))
             say(dict(part="counters", draft_len=draft_len, **engine.counters()))
             engine.close()
         except Exception as error:  # the next draft length may have more luck, and the rows so far are kept

@@ -28,7 +28,7 @@ _COLOURS = {"ours": "#1b6ca8", "vllm": "#b9770e"}
 def report(rows: Sequence[Row], asked: Iterable[tuple[str, str, int]] = ()) -> dict[str, Any]:
     """Everything that can be said from these rows. asked: (workload, part, draft length) that should have some."""
     found: dict[str, Any] = {
-        "starts": [row for row in rows if row["part"] in ("start", "counters", "error", "versions")]
+        "starts": [row for row in rows if row["part"] in ("start", "tokens", "counters", "error", "versions")]
     }
     found["block_widths"] = block_widths(rows)
     found["cut"] = [row for row in rows if "cut_after_s" in row]
