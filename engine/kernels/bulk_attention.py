@@ -237,8 +237,8 @@ def _bulk_kernel(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     if PDL:
+        gdc_launch_dependents()  # what follows waits, too: see `engine.kernels.device_ops.begin`
         gdc_wait()
-        gdc_launch_dependents()
     head_of_all, split = gl.program_id(0), gl.program_id(1)
     sequence = head_of_all // kv_heads
     kv_head = head_of_all % kv_heads

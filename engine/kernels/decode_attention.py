@@ -179,9 +179,9 @@ def _merge_kernel(
 ):
     """One program merges one (query, head): its row of a tile of rows, over all splits at once.
 
-    IN_TURN: tiles of BN positions went to the splits in turn, not in runs.
+    IN_TURN: tiles of BN positions went to the splits in turn, not in runs, by the kernel for large heads.
     """
-    begin(PDL)
+    begin(PDL, IN_TURN)
     query_row, head = tl.program_id(0), tl.program_id(1)
     sequence, query = query_row // Q, query_row % Q
     m = query * G + head % G

@@ -20,6 +20,7 @@ _PROGRAMS = 132  # SMs of the GPU that this was measured on
 _FEWEST_PROGRAMS = 96  # of a product whose weights the copy engine brings, one an SM: fewer were not measured
 _MOST_UNITS = 8  # of one of them
 _STREAM_INPUTS = 256  # of a step: five of them with their x fill shared memory
+_MANY_STAGES = 3  # where programs have several units; fewer would leave room for two programs an SM, which loses
 STREAM_ROWS = 16  # rows of x that such a program holds
 STREAM_TILE = 64  # weight rows of its tile, the fewest that SM90's matrix units take as left operand
 SM90_SHARED_BYTES = 225 << 10  # of a program's stages: 227 KiB less what it keeps beside them
@@ -126,7 +127,8 @@ def stream_cut(*, rows: int, K: int, N: int, swiglu: bool = False) -> StreamCut 
         return None
     if tiles * splits // units < _FEWEST_PROGRAMS:
         return None
-    return StreamCut(num_splits=splits, units=units, staggered=splits > 1)
+    stages = 5 if units == 1 else _MANY_STAGES
+    return StreamCut(num_splits=splits, units=units, num_stages=stages, staggered=units == 1)
 
 
 def head_cut(*, rows: int, K: int, head_dim: int) -> HeadCut | None:

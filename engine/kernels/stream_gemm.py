@@ -29,7 +29,7 @@ from engine.kernels.row_gemm import Scaled
 from engine.kernels.stream_copies import BM, BOX, TILE, bring
 
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_MAX_REGISTERS = 128  # of a thread at launch, so that the next kernel's programs fit beside
+_MAX_REGISTERS = 64  # of a thread at launch, so that the next kernel's programs fit beside
 
 
 @gluon.jit

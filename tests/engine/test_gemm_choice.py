@@ -65,9 +65,9 @@ def test_which_layers_are_fused() -> None:
 def test_which_products_the_copy_engine_feeds() -> None:
     """Those of an 8B model's layers at up to 16 rows, as measured; the same at every such number of rows."""
     measured = [
-        StreamCut(num_splits=1, units=1),
+        StreamCut(num_splits=1, units=1, staggered=True),
         StreamCut(num_splits=2, units=1, staggered=True),
-        StreamCut(num_splits=1, units=3),
+        StreamCut(num_splits=1, units=3, num_stages=3),
         StreamCut(num_splits=2, units=1, staggered=True),
     ]
     for rows in (1, 8, 16):
