@@ -50,10 +50,8 @@ def greedy(num_tokens: int, seed: int = 0) -> SamplingParams:
 def expected(models: tuple[Path, Path], draft_len: int, width: int) -> LoopResult:
     """The plain loop over a block of this width."""
     target, drafter = models
-    reference = ReferenceDrafter(drafter)
-    reference.block_size = width
-    model = AutoModelForCausalLM.from_pretrained(target)
-    return dflash_generate(model, reference, PROMPT, max_new_tokens=NUM_TOKENS, draft_len=draft_len)
+    reference, model = ReferenceDrafter(drafter), AutoModelForCausalLM.from_pretrained(target)
+    return dflash_generate(model, reference, PROMPT, max_new_tokens=NUM_TOKENS, draft_len=draft_len, width=width)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

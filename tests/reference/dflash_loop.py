@@ -152,9 +152,14 @@ def dflash_generate(
     max_new_tokens: int,
     draft_len: int,
     stop_ids: tuple[int, ...] = (),
+    width: int | None = None,
 ) -> LoopResult:
-    """Greedy decoding with at most `draft_len` drafts a step (fewer when fewer tokens may still be emitted)."""
-    assert 0 <= draft_len < drafter.block_size
+    """Greedy decoding with at most `draft_len` drafts a step (fewer when fewer tokens may still be emitted).
+
+    width: rows of the drafter's block, default those it was trained with.
+    """
+    width = width or drafter.block_size
+    assert 0 <= draft_len < width <= drafter.block_size
     logits, taps = run_target(target, prompt_ids, drafter.target_layer_ids)
     tokens = [*prompt_ids, int(logits[-1].argmax())]
     result = LoopResult(tokens=[])
@@ -166,7 +171,7 @@ def dflash_generate(
             return result
         k = min(draft_len, max_new_tokens - len(generated) - 1)
         anchor = len(tokens) - 1
-        block = [tokens[-1], *[drafter.mask_token_id] * (drafter.block_size - 1)]
+        block = [tokens[-1], *[drafter.mask_token_id] * (width - 1)]
         hidden = drafter.block(drafter.embed(target, block), drafter.context(taps), anchor)
         drafts = drafter.logits(target, hidden[1 : k + 1]).argmax(-1).tolist()
 
