@@ -75,9 +75,13 @@ class Replays:
 class Driver:
     """Requests of one engine."""
 
-    def __init__(self, lab: Lab, device: str, replays: Replays) -> None:
+    def __init__(self, lab: Lab, device: str, replays: Replays | None = None) -> None:
         self.lab, self.device, self.replays, self._count = lab, device, replays, 0
         self.monitor = GpuMonitor()
+
+    @property
+    def launches_s(self) -> float:
+        return self.replays.seconds if self.replays else 0.0
 
     def sync(self) -> None:
         if self.device == "cuda":
@@ -146,12 +150,12 @@ def decode(
 
     driver.lab.rank.runner.collect = collect
     waited = Run(seconds=0.0, num_tokens=0)
-    started, launches_s = time.perf_counter(), driver.replays.seconds
+    started, launches_s = time.perf_counter(), driver.launches_s
     with counted_waits(waited):
         for _ in range(16):
             core.step()
     wall_ms = 1e3 * (time.perf_counter() - started) / 16
-    launches_ms = 1e3 * (driver.replays.seconds - launches_s) / 16
+    launches_ms = 1e3 * (driver.launches_s - launches_s) / 16
     gpu = driver.monitor.since(begun + args.warm_s / 2)
     driver.lab.rank.runner.collect = original
 
