@@ -26,6 +26,7 @@ from engine.kernels.available import (
 )
 from engine.kernels.gemm_choice import GemmCut, StreamCut, gemm_cut, head_cut, stream_cut
 from engine.kernels.wide_choice import WideCut, argmax_cut, swiglu_cut
+from engine.layers.layer_weights import LayerWeights
 
 if TYPE_CHECKING:
     from engine.kernels.row_gemm import Scaled
@@ -50,32 +51,6 @@ def split_counters(num_outputs: int, device: torch.device) -> Tensor:
     The matrix owns them, so products that run at the same time (another engine's, or on another stream) share none.
     """
     return torch.zeros(num_outputs, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
-    """A decoder layer's tensors; see `engine.models.decoder.DecoderLayer`. qk_norm: [h + g, D] or None.
-
-    qkv_count and its like: their `split_counters`.
-    """
-
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    qkv_count: Tensor
-    qk_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    o_count: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    gate_up_count: Tensor
-    down: Tensor
-    down_count: Tensor
-    eps: float
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 def cut_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from engine.attention.context import Attention, AttentionContext
 from engine.layers.cpu_rows import RowKernels, row_kernels
-from engine.layers.cuda_rows import CudaRows, LayerWeights, cuda_rows
+from engine.layers.cuda_rows import CudaRows, cuda_rows
+from engine.layers.layer_weights import LayerWeights
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import rotate
