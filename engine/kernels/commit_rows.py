@@ -29,6 +29,7 @@ def _commit_kernel(
     committed_ptr,
     finished_ptr,
     synthetic_ptr,
+    size_ptr,
     cache_ptr,
     position_ptr,
     state_committed_ptr,
@@ -65,6 +66,7 @@ def _commit_kernel(
     BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SYNTHETIC: tl.constexpr,
+    PIECES: tl.constexpr,
     DRAFTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -75,27 +77,41 @@ def _commit_kernel(
     finished = tl.load(finished_ptr + row) != 0
     k = tl.load(k_ptr + row)
     c = tl.arange(0, COLUMNS)
-    inside = c <= K
+    real = c <= K
     at = row * (K + 1) + c
-    peak = tl.load(peak_ptr + at, mask=inside, other=0.0)
+    peak = tl.load(peak_ptr + at, mask=real, other=0.0)
     valid = peak < float("inf")  # False for NaN
-    token = tl.where(valid, tl.load(drawn_ptr + at, mask=inside, other=0), 0)
-    tl.store(token_out_ptr + at, token, mask=inside)
+    token = tl.where(valid, tl.load(drawn_ptr + at, mask=real, other=0), 0)
+    # Column `place` of what is decided is column c of the program; a last piece's begins with its last token's.
+    place, inside, writes = c, real, None
+    if PIECES:
+        size = tl.load(size_ptr + row)
+        count = tl.maximum(size, -size).to(tl.int32)
+        first = tl.where(size < 0, count - 1, 0)
+        place = tl.where(c < first, c - first + K + 1, c - first)
+        inside = real & (c >= first)
+        writes = size <= 0
+        finished = finished | (size > 0)
+        committed += first
+        k = tl.where(size == 0, k, 0)
+    tl.store(token_out_ptr + row * (K + 1) + place, token, mask=real)
 
     none = K + 2  # more than any column
     draft = tl.load(drafts_ptr + row * K + c, mask=c < K, other=-1)
     matches = (draft == token) & (c < k) & valid
     accepted = tl.min(tl.where(matches, none, c.to(tl.int64)), 0)
+    if PIECES:
+        accepted = tl.where(size == 0, accepted, 0)
     if SYNTHETIC:
         accepted = tl.minimum(tl.load(synthetic_ptr + row), k)
     s = tl.arange(0, STOPS)
     stops = tl.load(stop_ptr + slot * stop_stride + s, mask=s < num_stops, other=-1)
     hits = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
     min_len = tl.load(min_len_ptr + slot * length_stride)
-    stop = hits & (token >= 0) & (committed + 1 + c >= min_len) & inside
-    until_stop = tl.min(tl.where(stop, c.to(tl.int64) + 1, none), 0)
+    stop = hits & (token >= 0) & (committed + 1 + place >= min_len) & inside
+    until_stop = tl.min(tl.where(stop, place.to(tl.int64) + 1, none), 0)
     until_length = tl.maximum(tl.load(max_len_ptr + slot * length_stride) - committed - 1, 0)
-    until_invalid = tl.min(tl.where(valid | (c > K), none, c.to(tl.int64)), 0)
+    until_invalid = tl.min(tl.where(valid | ~inside, none, place.to(tl.int64)), 0)
     emitted = tl.minimum(tl.minimum(accepted + 1, until_stop), until_length)
     emitted = tl.where(finished, 0, emitted)
     finish = tl.where(emitted == until_length, _FINISH_LENGTH, _FINISH_NONE)
@@ -104,13 +120,13 @@ def _commit_kernel(
     finish = tl.where(finished, _FINISH_NONE, finish)
     emitted = tl.minimum(emitted, until_invalid)
     accepted = tl.where(finished, 0, accepted)
-    last = tl.sum(tl.where(c == tl.maximum(emitted - 1, 0), token, 0), 0)
+    last = tl.sum(tl.where(inside & (place == tl.maximum(emitted - 1, 0)), token, 0), 0)
     last = tl.where(emitted > 0, last, tl.load(state_last_ptr + slot))
     new_committed = committed + emitted
     over = finished | (finish != _FINISH_NONE)
-    tl.store(state_committed_ptr + slot, new_committed)
-    tl.store(state_last_ptr + slot, last)
-    tl.store(state_finished_ptr + slot, over)
+    tl.store(state_committed_ptr + slot, new_committed, mask=writes)
+    tl.store(state_last_ptr + slot, last, mask=writes)
+    tl.store(state_finished_ptr + slot, over, mask=writes)
     tl.store(emitted_out_ptr + row, emitted)
     tl.store(accepted_out_ptr + row, accepted)
     tl.store(finish_out_ptr + row, finish.to(tl.int64))
@@ -119,25 +135,28 @@ def _commit_kernel(
     tl.store(packed + 1, accepted.to(tl.int32))
     tl.store(packed + 2, k.to(tl.int32))
     tl.store(packed + 3, finish.to(tl.int32))
-    tl.store(packed + 4 + c, token.to(tl.int32), mask=inside)
+    tl.store(packed + 4 + place, token.to(tl.int32), mask=real)
 
     if DRAFTER:
         # Rejected rows and those past the drafter's positions go to the null block.
-        position = tl.load(position_ptr + at, mask=inside, other=0)
-        cache = tl.load(cache_ptr + at, mask=inside, other=0)
-        tl.store(context_slot_out_ptr + at, tl.where((c < emitted) & (position < positions), cache, 0), mask=inside)
-        tl.store(context_position_out_ptr + at, tl.minimum(position, positions - 1), mask=inside)
+        position = tl.load(position_ptr + at, mask=real, other=0)
+        cache = tl.load(cache_ptr + at, mask=real, other=0)
+        fed = emitted
+        if PIECES:
+            fed = tl.where(size == 0, emitted, count)
+        tl.store(context_slot_out_ptr + at, tl.where((c < fed) & (position < positions), cache, 0), mask=real)
+        tl.store(context_position_out_ptr + at, tl.minimum(position, positions - 1), mask=real)
         live = (over == 0) & (new_committed + W <= positions)
         tl.store(live_out_ptr + row, live)
         tl.store(start_out_ptr + row, new_committed)
         tl.store(kv_len_out_ptr + row, tl.where(live, new_committed + W, 1))
         w = tl.arange(0, BLOCK)
         of_block = w < W
-        place = tl.minimum(new_committed + w, positions - 1)
-        slots = cache_slot(table_ptr + slot * table_stride, place, of_block, BLOCK_SIZE)
+        block_position = tl.minimum(new_committed + w, positions - 1)
+        slots = cache_slot(table_ptr + slot * table_stride, block_position, of_block, BLOCK_SIZE)
         out = row * W + w
         tl.store(block_id_out_ptr + out, tl.where(w == 0, last, mask_id), mask=of_block)
-        tl.store(block_position_out_ptr + out, place, mask=of_block)
+        tl.store(block_position_out_ptr + out, block_position, mask=of_block)
         tl.store(block_cache_out_ptr + out, tl.where(live, slots, 0), mask=of_block)
 
 
@@ -154,11 +173,13 @@ def commit(
     block_width: int,
     mask_id: int,
     positions: int,
+    size_R: Tensor | None = None,
     pdl: bool = False,
 ) -> Commit:
     """Verifies and commits the rows, and makes everything of D that follows from it.
 
-    block_width: W, 0 without a drafter. positions: of the drafter's table.
+    block_width: W, 0 without a drafter. positions: of the drafter's table. size_R: `PieceRows.size_R` where some rows
+    are pieces of prompts; what the drafter's block would be is then no use.
     """
     R, Q, W, num_stops = slots_R.shape[0], width + 1, block_width, slots.stop_ids.shape[1]
     assert slots.max_len.stride(0) == slots.min_len.stride(0)
@@ -174,6 +195,7 @@ def commit(
         rows.committed_R,
         rows.finished_R,
         rows.k_R if synthetic_R is None else synthetic_R,
+        rows.k_R if size_R is None else size_R,
         rows.cache_N,
         rows.positions_N,
         slots.committed_len,
@@ -210,6 +232,7 @@ def commit(
         BLOCK=triton.next_power_of_2(max(W, 1)),
         BLOCK_SIZE=block_size,
         SYNTHETIC=synthetic_R is not None,
+        PIECES=size_R is not None,
         DRAFTER=W > 0,
         PDL=pdl,
         num_warps=1,

@@ -11,6 +11,20 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PieceRows:
+    """Which rows are pieces of prompts (see `engine.runner.pieces`), as a step's upload brings them.
+
+    size [R]: 0 a decode row, n a piece of n tokens that draws nothing, -n the last piece of a prompt, whose token is
+    drawn. start [R]: position of a piece's first token. ids [R, Q]: its tokens. These two hold anything where there is
+    no piece, and behind a piece's tokens.
+    """
+
+    size_R: Tensor
+    start_R: Tensor
+    ids_RQ: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TargetRows:
     """`decode_block` and the rows of T made of it. drafts [R, K]; finished bool [R]; ids, positions, cache [R * Q]."""
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.device_ops import begin
-from engine.kernels.row_state import Slots, TargetRows
+from engine.kernels.row_state import PieceRows, Slots, TargetRows
 
 
 @triton.jit
@@ -29,6 +29,9 @@ def _target_rows_kernel(
     finished_ptr,
     max_len_ptr,
     table_ptr,
+    size_ptr,
+    piece_start_ptr,
+    piece_id_ptr,
     drafts_out_ptr,
     k_out_ptr,
     committed_out_ptr,
@@ -43,6 +46,7 @@ def _target_rows_kernel(
     table_stride,
     COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -54,15 +58,26 @@ def _target_rows_kernel(
     k = tl.minimum(tl.load(draft_count_ptr + slot), tl.load(max_len_ptr + slot * max_len_stride) - 2 - committed)
     k = tl.minimum(tl.minimum(tl.maximum(k, 0), K), tl.load(limit_ptr))
     k = tl.where(finished, 0, k)
+    c = tl.arange(0, COLUMNS)
+    draft = tl.load(draft_ptr + slot * draft_stride + c, mask=c < K, other=0)
+    # Column 0 is the last token, column c its draft c - 1, columns past k the last token again, written nowhere.
+    shifted = tl.load(draft_ptr + slot * draft_stride + c - 1, mask=(c > 0) & (c <= k), other=0)
+    if PIECES:
+        size = tl.load(size_ptr + row)
+        is_piece = size != 0
+        count = tl.maximum(size, -size)
+        piece = piece_id_ptr + row * (K + 1)
+        committed = tl.where(is_piece, tl.load(piece_start_ptr + row), committed)
+        last = tl.where(is_piece, tl.load(piece), last)
+        finished = finished & (size == 0)
+        k = tl.where(is_piece, count - 1, k)
+        draft = tl.where(is_piece, tl.load(piece + c + 1, mask=c + 1 < count, other=0), draft)
+        shifted = tl.where(is_piece, tl.load(piece + c, mask=c < count, other=0), shifted)
     tl.store(k_out_ptr + row, k)
     tl.store(committed_out_ptr + row, committed)
     tl.store(finished_out_ptr + row, finished)
     tl.store(kv_len_out_ptr + row, committed + k + 1)
-    c = tl.arange(0, COLUMNS)
-    draft = tl.load(draft_ptr + slot * draft_stride + c, mask=c < K, other=0)
     tl.store(drafts_out_ptr + row * K + c, draft, mask=c < K)
-    # Column 0 is the last token, column c its draft c - 1, columns past k the last token again, written nowhere.
-    shifted = tl.load(draft_ptr + slot * draft_stride + c - 1, mask=(c > 0) & (c <= k), other=0)
     token = tl.where((c == 0) | (c > k), last, shifted)
     position = committed + tl.minimum(c, k)
     inside = c <= K
@@ -96,9 +111,16 @@ def _store_drafts_kernel(
 
 
 def target_rows(
-    slots: Slots, slots_R: Tensor, limit_1: Tensor, *, width: int, block_size: int, pdl: bool = False
+    slots: Slots,
+    slots_R: Tensor,
+    limit_1: Tensor,
+    pieces: PieceRows | None = None,
+    *,
+    width: int,
+    block_size: int,
+    pdl: bool = False,
 ) -> TargetRows:
-    """T's inputs of decode rows at a program width of `width` drafts."""
+    """T's inputs of decode rows at a program width of `width` drafts. pieces: rows that are none."""
     R = slots_R.shape[0]
     rows = TargetRows.empty(R, width, slots_R.device)
     _target_rows_kernel[(R,)](
@@ -111,6 +133,9 @@ def target_rows(
         slots.finished,
         slots.max_len,
         slots.block_table,
+        slots_R if pieces is None else pieces.size_R,
+        slots_R if pieces is None else pieces.start_R,
+        slots_R if pieces is None else pieces.ids_RQ,
         rows.drafts_RK,
         rows.k_R,
         rows.committed_R,
@@ -125,6 +150,7 @@ def target_rows(
         slots.block_table.stride(0),
         COLUMNS=triton.next_power_of_2(width + 1),
         BLOCK_SIZE=block_size,
+        PIECES=pieces is not None,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

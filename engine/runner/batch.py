@@ -10,8 +10,9 @@ import torch
 
 from engine.attention.context import AttentionContext, AttentionGroup
 from engine.config.engine import EngineConfig
-from engine.kernels.row_state import TargetRows
+from engine.kernels.row_state import PieceRows, TargetRows
 from engine.layers.upload import upload
+from engine.runner.piece_rows import with_pieces
 from engine.runner.slots import SlotState
 from engine.step import PrefillChunk
 
@@ -20,6 +21,8 @@ from engine.step import PrefillChunk
 class DecodeBlock:
     """The decode rows of a step before T. drafts_RK and k_R are what D verifies; column j >= 1 holds draft j.
 
+    last_R: tokens of column 0, for whoever makes T's inputs of it. size_R: `PieceRows.size_R` where D finds pieces of
+    prompts among the rows.
     fused: where the rows were made by `engine.runner.fused_rows`, what it goes on with.
     """
 
@@ -28,6 +31,8 @@ class DecodeBlock:
     k_R: torch.Tensor
     committed_R: torch.Tensor
     finished_R: torch.Tensor
+    last_R: torch.Tensor | None = None
+    size_R: torch.Tensor | None = None
     fused: TargetRows | None = None
 
 
@@ -56,12 +61,18 @@ def assert_owned(cache_N: torch.Tensor, written_N: torch.Tensor, block_size: int
 
 
 def decode_block(
-    state: SlotState, slots_R: torch.Tensor, verify_len: int, *, limit_1: torch.Tensor | None = None
+    state: SlotState,
+    slots_R: torch.Tensor,
+    verify_len: int,
+    *,
+    limit_1: torch.Tensor | None = None,
+    pieces: PieceRows | None = None,
 ) -> DecodeBlock:
     """Read the rows' drafts; k = min(verify_len, draft_count, max_len - 2 - committed_len), 0 for finished rows.
 
     max_len - 2 - committed_len: the request holds committed_len + 1 tokens and the verify always adds one of its own,
     so a longer draft could never be emitted. limit_1: a smaller verify_len than the program's width, on the device.
+    pieces: of prompts, in rows that are none.
     """
     committed_R = state.committed_len[slots_R]
     finished_R = state.finished[slots_R]
@@ -69,13 +80,15 @@ def decode_block(
     k_R = k_R.clamp(0, verify_len).masked_fill(finished_R, 0)
     if limit_1 is not None:
         k_R = torch.minimum(k_R, limit_1)
-    return DecodeBlock(
+    block = DecodeBlock(
         slots_R=slots_R,
         drafts_RK=state.draft_tokens[slots_R, :verify_len],
         k_R=k_R,
         committed_R=committed_R,
         finished_R=finished_R,
+        last_R=state.last_token[slots_R],
     )
+    return block if pieces is None else with_pieces(block, pieces)
 
 
 class InputBuilder:
@@ -161,7 +174,8 @@ class InputBuilder:
 
     def _decode_rows(self, decode: DecodeBlock) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(ids, positions, cache slots, which of them are written), each [R, K+1]."""
-        last_R1 = self._state.last_token[decode.slots_R][:, None]
+        assert decode.last_R is not None
+        last_R1 = decode.last_R[:, None]
         ids_RQ = torch.cat([last_R1, decode.drafts_RK], dim=1)
         columns_Q = torch.arange(ids_RQ.shape[1], device=self._device)
         filler_RQ = columns_Q > decode.k_R[:, None]

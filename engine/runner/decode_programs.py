@@ -1,15 +1,11 @@
-"""T and D of decode-only work as fixed-shape programs, one pair per (bucket of rows, draft length).
+"""T and D of decode rows as fixed-shape programs, one pair per (bucket of rows, draft length).
 
 A batch of r rows runs in the smallest bucket R >= r; the rows beyond r are the filler slot's, which is always finished
-and writes to the null block. All a step brings is one packed upload:
+and writes to the null block. All a step brings is one packed upload (`engine.runner.step_upload`). The program's width
+is the plan's draft_len: a verify that is shorter, as after a schedule's rise, runs at that width under the limit.
 
-    [0]                    limit of the rows' own drafts (the plan's verify_len, at most the program's width K)
-    [1 .. R]               slots
-    [R+1 .. R+U]           places in the flattened block table ..
-    [R+U+1 .. R+2U]        .. and the block ids they take; unused ones write 0 to the filler slot's table
-
-The program's width is the plan's draft_len: a verify that is shorter, as after a schedule's rise, runs at that width
-under the limit.
+A mixed step's prompts run as rows as well (`engine.runner.pieces`), for which there are buckets beyond max_num_seqs.
+Its D is in two: what is decided, of all rows, then the drafts, of the bucket of those whose token was drawn.
 """
 
 import enum
@@ -25,11 +21,12 @@ from engine.config.engine import EngineConfig
 from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder, decode_block
 from engine.runner.draft_program import DecideAndDraft, SamplingNeeds
 from engine.runner.fused_rows import FusedRows
+from engine.runner.pieces import may_mix, most_rows, num_pieces, saves_time
 from engine.runner.recorder import Program, Recorder
 from engine.runner.results import NUM_COUNTS, pack
 from engine.runner.slots import SlotState, SlotTraits
+from engine.runner.step_upload import ProgramShape, StepUpload, num_table_entries
 from engine.runner.target_program import TargetProgram, TargetStep
-from engine.runner.upload_ring import UploadRing
 from engine.sampling.filters import FilterFlags
 from engine.step import StepPlan
 
@@ -62,9 +59,23 @@ def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({*[n for n in (*powers, *between) if n < max_num_seqs], max_num_seqs}))
 
 
-def num_table_entries(num_rows: int) -> int:
-    """U, block-table changes that an upload has room for: two a row, as a verify of 16 tokens can fill, and some."""
-    return 2 * num_rows + 6
+# Few for mixed steps, to have few programs: of those that draw, the one that suits all.
+_MIXED_VARIANTS = (Variant.GREEDY, Variant.FILTER)
+
+
+def program_shapes(config: EngineConfig) -> tuple[ProgramShape, ...]:
+    """Of all T programs of an engine: decode rows at every width, and the larger ones of mixed steps."""
+    largest, shapes = config.max_num_seqs, []
+    # FlashInfer's kernel ends a row at its first column without a draft: the last piece of a prompt would get no token.
+    has_chains = config.use_rejection_sampling and config.draft_sampling == "probabilistic"
+    for width in config.draft_len_choices:
+        most = 0 if has_chains else most_rows(largest, width)
+        larger = [rows for rows in row_buckets(most) if rows > largest] if most else []
+        shapes += [
+            ProgramShape(num_rows=rows, width=width, takes_pieces=bool(most) and rows > 1)
+            for rows in (*row_buckets(largest), *larger)
+        ]
+    return tuple(shapes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,21 +87,38 @@ class DecodeOutput:
 
 
 class _DecodePair:
-    """T and the variants of D for one (rows, width)."""
+    """T and the variants of D for one (rows, width).
 
-    def __init__(self, owner: "DecodePrograms", num_rows: int, width: int) -> None:
-        self._owner = owner
-        self._num_rows, self._width = num_rows, width
-        upload, end = owner.upload.device, 1 + num_rows
-        self._limit_1, self._slots_R = upload[:1], upload[1:end]
-        num_entries = num_table_entries(num_rows)
-        self._entries_U, self._block_ids_U = upload[end : end + 2 * num_entries].view(2, num_entries).unbind()
+    run_draft: D of decode steps. run_decide: of mixed ones, all but the drafts. run_drafts_alone: of so many rows.
+    """
+
+    def __init__(self, owner: "DecodePrograms", shape: ProgramShape) -> None:
+        self._owner, self.shape = owner, shape
+        self._num_rows, self._width = shape.num_rows, shape.width
+        self._limit_1, self._slots_R = owner.upload.limit_1, owner.upload.slots_R(shape)
+        self._entries_U, self._block_ids_U = owner.upload.table_changes(shape)
+        self._pieces = owner.upload.pieces(shape)
         self._step: TargetStep | None = None
         self._decode: DecodeBlock | None = None
+        self.run_draft: dict[Variant, Program] = {}
+        self.run_decide: dict[Variant, Program] = {}
+        self.run_drafts_alone: dict[Variant, Program] = {}
+
+    @property
+    def num_programs(self) -> int:
+        return 1 + len(self.run_draft) + len(self.run_decide) + len(self.run_drafts_alone)
 
     def record(self, recorder: Recorder) -> None:
+        owner = self._owner
         self.run_target = recorder.record(self._target)
-        self.run_draft = {variant: recorder.record(self._draft_program(variant)) for variant in Variant}
+        if self._num_rows <= owner.max_num_seqs:
+            self.run_draft = {variant: recorder.record(self._draft_program(variant)) for variant in Variant}
+        if self._pieces is not None:
+            for variant in _MIXED_VARIANTS:
+                self.run_decide[variant] = recorder.record(self._decide_program(variant, self._pieces.size_R))
+        if self._num_rows <= owner.max_num_seqs and self._width in owner.mixed_widths:
+            for variant in owner.drafts_variants:
+                self.run_drafts_alone[variant] = recorder.record(self._drafts_program(variant))
         if self._step is not None and self._decode is not None:
             # The programs know where their inputs lie; from here on the memory may serve other pairs as well.
             self._step, self._decode = _borrowed(self._step, self._decode, recorder)
@@ -99,9 +127,9 @@ class _DecodePair:
         owner, state = self._owner, self._owner.state
         state.block_table.view(-1).index_copy_(0, self._entries_U, self._block_ids_U)
         if owner.fused is not None:
-            self._decode, inputs = owner.fused.target_inputs(self._slots_R, self._width, self._limit_1)
+            self._decode, inputs = owner.fused.target_inputs(self._slots_R, self._width, self._limit_1, self._pieces)
         else:
-            self._decode = decode_block(state, self._slots_R, self._width, limit_1=self._limit_1)
+            self._decode = decode_block(state, self._slots_R, self._width, limit_1=self._limit_1, pieces=self._pieces)
             inputs = owner.builder.target_inputs(self._decode, ())
         self._step = owner.target_program.run_decode(inputs)
 
@@ -116,6 +144,26 @@ class _DecodePair:
             owner.packed(self._num_rows, self._width).copy_(pack(decision))
 
         return run
+
+    def _decide_program(self, variant: Variant, size_R: torch.Tensor) -> Program:
+        num = min(self._num_rows, self._owner.max_num_seqs)  # the rows whose token is drawn are among the first
+
+        def run() -> None:
+            owner = self._owner
+            assert self._step is not None and self._decode is not None
+            decode = replace(self._decode, size_R=size_R)
+            decision = owner.draft_program.decide(self._step, decode, (), self._width, variant.value)
+            assert decision is not None
+            owner.draft_program.write_context(self._step, decision, self._num_rows, self._width)
+            owner.packed(num, self._width).copy_(pack(decision)[:num])
+            draws_nothing_R = size_R[:num] > 0
+            owner.drafted_slots[:num].copy_(self._slots_R[:num].masked_fill(draws_nothing_R, owner.state.filler_slot))
+
+        return run
+
+    def _drafts_program(self, variant: Variant) -> Program:
+        owner, slots_S = self._owner, self._owner.drafted_slots[: self._num_rows]
+        return lambda: owner.draft_program.draft(slots_S, self._width, variant.value.filters)
 
     def output(self, num_rows: int) -> DecodeOutput:
         """T's results for the first rows, valid until another pair runs."""
@@ -147,7 +195,9 @@ class DecodePrograms:
     """All pairs of one engine, and the buffers they share.
 
     only_pairs: the (rows, width) to record, all by default.
-    upload: where each step's numbers arrive. results: int32, rows as `pack` makes them, one behind the other.
+    results: int32, rows as `pack` makes them, one behind the other. drafted_slots: of a mixed step, the slots that get
+        drafts, and filler slots behind them.
+    mixes: steps that could be mixed are.
     """
 
     def __init__(
@@ -166,19 +216,23 @@ class DecodePrograms:
         self.state, self.builder = state, builder
         self.target_program, self.draft_program = target_program, draft_program
         self.fused = fused
-        largest = config.max_num_seqs
-        self.upload = UploadRing(1 + largest + 2 * num_table_entries(largest), device)
+        self.max_num_seqs = largest = config.max_num_seqs
+        shapes = [s for s in program_shapes(config) if only_pairs is None or (s.num_rows, s.width) in only_pairs]
+        self.upload = StepUpload(shapes, state, device)
         columns = NUM_COUNTS + config.max_draft_len + 1
         self.results = torch.zeros(largest * columns, dtype=torch.int32, device=device)
+        self.drafted_slots = torch.full((largest,), state.filler_slot, dtype=torch.int64, device=device)
+        # Greedy drafts are the same in every variant.
+        self.drafts_variants = _MIXED_VARIANTS[:1] if config.draft_sampling == "greedy" else _MIXED_VARIANTS
+        self.mixed_widths = {shape.width for shape in shapes if shape.takes_pieces}
+        self.mixes = True
         self._recorder = recorder
-        self._buckets = row_buckets(largest)
-        self._bucket_of = [min(b for b in self._buckets if b >= rows) for rows in range(1, largest + 1)]
-        self._null_entry = state.filler_slot * state.block_table.shape[1]
-        self._pairs = {
-            (rows, width): _DecodePair(self, rows, width)
-            for rows in self._buckets
-            for width in config.draft_len_choices
-            if only_pairs is None or (rows, width) in only_pairs
+        buckets = row_buckets(largest)
+        self._bucket_of = [min(b for b in buckets if b >= rows) for rows in range(1, largest + 1)]
+        self._pairs = {(shape.num_rows, shape.width): _DecodePair(self, shape) for shape in shapes}
+        self._mixed_buckets = {
+            width: sorted([s.num_rows for s in shapes if s.width == width and s.takes_pieces])
+            for width in self.mixed_widths
         }
 
     def record(self, progress: Callable[[str], None]) -> None:
@@ -187,11 +241,12 @@ class DecodePrograms:
         for number, key in enumerate(sorted(self._pairs, reverse=True)):
             rows, width = key
             progress(f"recording decode programs: {number + 1} of {len(self._pairs)} ({rows} rows, {width} drafts)")
-            self._send(rows, limit=0, slots=(), entries=(), block_ids=())
-            self._pairs[key].record(self._recorder)
+            pair = self._pairs[key]
+            self.upload.send(pair.shape, limit=0)
+            pair.record(self._recorder)
         logger.info(
-            "Decode programs: %d, for batches up to %s rows and drafts up to %d, recorded in %.1f s",
-            len(self._pairs) * (1 + len(Variant)),
+            "Decode programs: %d, for steps of up to %s rows and drafts up to %d, recorded in %.1f s",
+            sum([pair.num_programs for pair in self._pairs.values()]),
             max(rows for rows, _ in self._pairs),
             max(width for _, width in self._pairs),
             time.perf_counter() - started,
@@ -201,9 +256,8 @@ class DecodePrograms:
         """Uploads the step and runs T for its decode rows. entries, block_ids: at most what `has_room` allows."""
         slots = plan.decode_slots
         assert plan.verify_len <= plan.draft_len, f"a verify longer than what the step drafts: {plan}"
-        rows = self._bucket_of[len(slots) - 1]
-        self._send(rows, limit=plan.verify_len, slots=slots, entries=entries, block_ids=block_ids)
-        pair = self._pairs[rows, plan.draft_len]
+        pair = self._pairs[self._bucket_of[len(slots) - 1], plan.draft_len]
+        self.upload.send(pair.shape, limit=plan.verify_len, slots=slots, entries=entries, block_ids=block_ids)
         pair.run_target()
         return pair
 
@@ -211,6 +265,36 @@ class DecodePrograms:
         """Runs D and returns the batch's packed result rows, a view that the next step overwrites."""
         pair.run_draft[Variant.of(traits)]()
         return self.packed(len(plan.decode_slots), plan.draft_len)
+
+    def takes_mixed(self, plan: StepPlan) -> bool:
+        """Whether `run_mixed` may run this plan, whose changes of state are applied, and is worth it."""
+        if not self.mixes or not may_mix(plan, self._traits_of(plan)):
+            return False
+        num_rows = self._mixed_rows(plan)
+        return num_rows is not None and saves_time(plan, num_rows, self._bucket_of[len(plan.decode_slots) - 1])
+
+    def run_mixed(self, plan: StepPlan) -> torch.Tensor:
+        """T and D of a step with prompts among the rows. Returns what `run_draft` does, with a row for each prompt that
+        ended behind those of the decode rows. Only where `takes_mixed`."""
+        num_rows, width = self._mixed_rows(plan), plan.draft_len
+        assert num_rows is not None and plan.verify_len <= width, plan
+        pair = self._pairs[num_rows, width]
+        self.upload.send(pair.shape, limit=plan.verify_len, slots=plan.decode_slots, prefill=plan.prefill)
+        pair.run_target()
+        variant = Variant.GREEDY if Variant.of(self._traits_of(plan)) is Variant.GREEDY else Variant.FILTER
+        pair.run_decide[variant]()
+        num_drawn = len(plan.decode_slots) + sum([chunk.samples for chunk in plan.prefill])
+        drafts = self._pairs[self._bucket_of[num_drawn - 1], width].run_drafts_alone
+        drafts[variant if variant in drafts else Variant.GREEDY]()
+        return self.packed(num_drawn, width)
+
+    def _traits_of(self, plan: StepPlan) -> int:
+        return self.state.traits_of([*plan.decode_slots, *[chunk.slot for chunk in plan.prefill]])
+
+    def _mixed_rows(self, plan: StepPlan) -> int | None:
+        """Rows of the smallest program that holds a mixed step. None: there is none."""
+        needed = len(plan.decode_slots) + num_pieces(plan.prefill, plan.draft_len)
+        return next((rows for rows in self._mixed_buckets.get(plan.draft_len, ()) if rows >= needed), None)
 
     def packed(self, num_rows: int, width: int) -> torch.Tensor:
         """The first rows of a program of this width, [num_rows, NUM_COUNTS + width + 1]."""
@@ -220,23 +304,6 @@ class DecodePrograms:
     def has_room(self, plan: StepPlan, num_entries: int) -> bool:
         """Whether a step's block-table changes fit into its upload."""
         return num_entries <= num_table_entries(self._bucket_of[len(plan.decode_slots) - 1])
-
-    def _send(
-        self, rows: int, *, limit: int, slots: Sequence[int], entries: Sequence[int], block_ids: Sequence[int]
-    ) -> None:
-        room = num_table_entries(rows)
-        assert len(entries) <= room, f"{len(entries)} block-table changes, room for {room}"
-        array = self.upload.next()
-        array[0] = limit
-        array[1 : 1 + len(slots)] = slots
-        array[1 + len(slots) : 1 + rows] = self.state.filler_slot
-        first, end = 1 + rows, 1 + rows + 2 * room
-        array[first : first + room] = self._null_entry
-        array[first + room : end] = 0
-        if entries:
-            array[first : first + len(entries)] = entries
-            array[first + room : first + room + len(entries)] = block_ids
-        self.upload.send(end)
 
 
 def _borrowed(step: TargetStep, decode: DecodeBlock, recorder: Recorder) -> tuple[TargetStep, DecodeBlock]:
@@ -258,6 +325,7 @@ def _borrowed(step: TargetStep, decode: DecodeBlock, recorder: Recorder) -> tupl
             k_R=borrow(decode.k_R),
             committed_R=borrow(decode.committed_R),
             finished_R=borrow(decode.finished_R),
+            last_R=None,
             fused=None,
         ),
     )

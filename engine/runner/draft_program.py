@@ -5,7 +5,7 @@ made of every step, so that drafting can start again at any time with nothing mi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder
 from engine.runner.draft_tokens import DraftTokens
 from engine.runner.fused_rows import FusedRows
 from engine.runner.pending_context import PendingContext
+from engine.runner.piece_rows import drawn_columns, rows_to_verify, without_drafts
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
 from engine.sampling.chain import chain_tokens
@@ -54,6 +55,7 @@ class Decision:
     """What a step decided, rows in plan order: R decode rows, then F prompts that ended.
 
     tokens_SE: the target's tokens, [R+F, K+1]; the first num_emitted of each row count.
+    num_fed_S: columns of each decode row that the drafter's context takes; None: those emitted.
     fused: of decode rows that were decided by `engine.runner.fused_rows`, what the rest of D goes on with.
     """
 
@@ -63,6 +65,7 @@ class Decision:
     num_accepted_S: torch.Tensor
     num_drafted_S: torch.Tensor
     finish_S: torch.Tensor
+    num_fed_S: torch.Tensor | None = None
     fused: Commit | None = None
 
 
@@ -115,8 +118,7 @@ class DecideAndDraft:
         width = verify_len + 1
         ends = [c for c in prefill if c.samples]
         rows = _rows_to_decide(decode, ends, verify_len, device)
-        slots_S, committed_S = rows.slots_R, rows.committed_R
-        num_decode = slots_S.shape[0] - len(ends)
+        num_decode = rows.slots_R.shape[0] - len(ends)
         if step.headless_MH is not None and needs.filters.all_greedy and not needs.mask_stops:
             peak_M, drawn_M = joined_pairs(*self._target.peaks(step.headless_MH), self._tp)
         else:
@@ -129,6 +131,10 @@ class DecideAndDraft:
             return self._decide_fused(self._fused, rows, rows.fused, drawn_M, peak_M, verify_len)
         valid_M = peak_M < torch.inf  # also False for NaN; -inf is what padded ids hold
         tokens_SE = _rows_of(drawn_M.masked_fill(~valid_M, 0), num_decode, width, len(ends))
+        valid_SE = _rows_of(valid_M, num_decode, width, len(ends))
+        if rows.size_R is not None:
+            rows, tokens_SE, valid_SE = rows_to_verify(rows, tokens_SE, valid_SE, state.filler_slot)
+        slots_S, committed_S = rows.slots_R, rows.committed_R
         verdict = verify(
             target_RK1=tokens_SE,
             draft_RK=rows.drafts_RK,
@@ -138,13 +144,16 @@ class DecideAndDraft:
             min_len_R=state.min_len[slots_S],
             stop_ids_RS=state.stop_ids[slots_S],
             finished_R=rows.finished_R,
-            valid_RK1=_rows_of(valid_M, num_decode, width, len(ends)),
+            valid_RK1=valid_SE,
             synthetic_R=self._synthetic(slots_S, committed_S) if verify_len else None,
         )
         emits_S = verdict.num_emitted_R > 0
         state.committed_len[slots_S] = committed_S + verdict.num_emitted_R
         state.last_token[slots_S] = torch.where(emits_S, verdict.last_token_R, state.last_token[slots_S])
         state.finished[slots_S] = rows.finished_R | (verdict.finish_R != 0)
+        num_fed_S = None
+        if rows.size_R is not None:
+            num_fed_S = torch.where(rows.size_R == 0, verdict.num_emitted_R, rows.size_R.abs())
         return Decision(
             slots_S=slots_S,
             tokens_SE=tokens_SE,
@@ -152,6 +161,7 @@ class DecideAndDraft:
             num_accepted_S=verdict.num_accepted_R,
             num_drafted_S=rows.k_R,
             finish_S=verdict.finish_R,
+            num_fed_S=num_fed_S,
         )
 
     def _decide_fused(
@@ -167,7 +177,7 @@ class DecideAndDraft:
         synthetic_R = None
         if length is not None:
             synthetic_R = fused.synthetic_accepted(length, decode.slots_R, decode.committed_R)
-        made = fused.commit(decode.slots_R, rows, drawn_M, peak_M, verify_len, synthetic_R)
+        made = fused.commit(decode.slots_R, rows, drawn_M, peak_M, verify_len, synthetic_R, decode.size_R)
         return Decision(
             slots_S=decode.slots_R,
             tokens_SE=made.tokens_RQ,
@@ -215,7 +225,8 @@ class DecideAndDraft:
         if num_decode:
             assert decision is not None
             columns_Q = torch.arange(verify_len + 1, device=slot_mapping_N.device)
-            kept = (columns_Q < decision.num_emitted_S[:num_decode, None]).flatten()
+            num_fed_S = decision.num_emitted_S if decision.num_fed_S is None else decision.num_fed_S
+            kept = (columns_Q < num_fed_S[:num_decode, None]).flatten()
             slot_mapping_N = slot_mapping_N.clone()
             # Rejected rows go to the null block: their positions are written again, by the tokens that replace them.
             slot_mapping_N[: kept.shape[0]] = slot_mapping_N[: kept.shape[0]].masked_fill(~kept, 0)
@@ -285,6 +296,11 @@ class DecideAndDraft:
         )
         slots_M = torch.cat([slots_S[:num_decode, None].expand(-1, width).flatten(), slots_S[num_decode:]])
         rows = self._state.sampling_rows(slots_M, drawn_at_M, flags, mask_stops=mask_stops)
+        if decided.size_R is not None:
+            # Nobody asks for the tokens of a prompt: the largest logit costs least.
+            counts_M = drawn_columns(decided.size_R, width).flatten()
+            rows = replace(rows, temperature_N=rows.temperature_N.masked_fill(~counts_M, 0.0))
+            decided = without_drafts(decided)
         if not self._config.use_rejection_sampling or flags.all_greedy or num_decode == 0 or width == 1:
             drawn_M = sample(logits_MV, rows, self._tp, start)
         else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.attention.context import AttentionContext
 from engine.config.engine import EngineConfig
 from engine.kernels.available import dependent_launch, unavailable_reason
-from engine.kernels.row_state import Commit, Slots, TargetRows
+from engine.kernels.row_state import Commit, PieceRows, Slots, TargetRows
 from engine.layers.cpu_jit import unavailable_reason as cpu_unavailable_reason
 from engine.runner.cpu_bookkeeping import CpuBookkeeping
 from engine.runner.slots import SlotState
@@ -76,12 +76,13 @@ class FusedRows:
         )
 
     def target_inputs(
-        self, slots_R: Tensor, width: int, limit_1: Tensor | None = None
+        self, slots_R: Tensor, width: int, limit_1: Tensor | None = None, pieces: PieceRows | None = None
     ) -> tuple[DecodeBlock, ForwardInputs]:
-        """`decode_block` and `InputBuilder.target_inputs` of it, without prompt chunks. limit_1: on CUDA, as there."""
+        """`decode_block` and `InputBuilder.target_inputs` of it, without prompt chunks. limit_1, pieces: on CUDA, as
+        there."""
         from engine.runner.batch import DecodeBlock, ForwardInputs
 
-        rows = self._target_rows(slots_R, width, limit_1)
+        rows = self._target_rows(slots_R, width, limit_1, pieces)
         group = self._builder.group(
             first_row=0,
             slots_R=slots_R,
@@ -102,14 +103,17 @@ class FusedRows:
         context = AttentionContext(slot_mapping_N=rows.cache_N, groups=(group,))
         return decode, ForwardInputs(ids_N=rows.ids_N, positions_N=rows.positions_N, context=context)
 
-    def _target_rows(self, slots_R: Tensor, width: int, limit_1: Tensor | None) -> TargetRows:
+    def _target_rows(self, slots_R: Tensor, width: int, limit_1: Tensor | None, pieces: PieceRows | None) -> TargetRows:
         if self._cpu is not None:
             assert limit_1 is None
+            assert pieces is None
             return self._cpu.target_rows(self._slots, slots_R, width=width, block_size=self._block_size)
         from engine.kernels.target_rows import target_rows
 
         assert limit_1 is not None
-        return target_rows(self._slots, slots_R, limit_1, width=width, block_size=self._block_size, pdl=self._pdl)
+        return target_rows(
+            self._slots, slots_R, limit_1, pieces, width=width, block_size=self._block_size, pdl=self._pdl
+        )
 
     def synthetic_accepted(self, length: float, slots_R: Tensor, committed_R: Tensor) -> Tensor:
         """`engine.sampling.synthetic.synthetic_accepted` of the slots' seeds."""
@@ -127,8 +131,11 @@ class FusedRows:
         peak_N: Tensor,
         width: int,
         synthetic_R: Tensor | None,
+        size_R: Tensor | None = None,
     ) -> Commit:
-        """`verify` and the writes of its verdict, the context's rows and the drafter's block."""
+        """`verify` and the writes of its verdict, the context's rows and the drafter's block. size_R: on CUDA, of
+        `PieceRows`."""
+        pieces = {} if size_R is None else {"size_R": size_R}
         return self._commit(
             self._slots,
             slots_R,
@@ -141,6 +148,7 @@ class FusedRows:
             block_width=self._block_width,
             mask_id=self._mask_id,
             positions=self._positions,
+            **pieces,
         )
 
     def draft_inputs(self, slots_R: Tensor, made: Commit) -> ForwardInputs:

@@ -61,8 +61,9 @@ class _Launched:
 class ModelRunner:
     """Runs T then D for each plan, in launch order; `collect` hands the results back in the same order.
 
-    With decode programs (`config.decode_programs`) a step's decode rows and its prompt chunks run one behind the other,
-    the first in programs of fixed shapes, the second in others or in a ragged forward; without, they share one forward.
+    With decode programs (`config.decode_programs`) decode rows run in programs of fixed shapes. Prompt chunks that suit
+    it are rows of these as well (`engine.runner.pieces`), all others run behind the decode rows, in programs of their
+    own or in a ragged forward. Without, they share one forward.
 
     progress: called with a short phase name while programs are recorded. only_pairs: see DecodePrograms; of the prompt
     programs then only the ends are recorded.
@@ -163,6 +164,8 @@ class ModelRunner:
         if self._decode_programs is None:
             self.state.apply(plan)
             rows, scores = self._run_eagerly(plan, plan.decode_slots, plan.prefill, entry)
+        elif self._takes_mixed(self._decode_programs, plan):
+            rows, scores = self._run_mixed(self._decode_programs, plan, entry), ()
         else:
             rows, scores = self._run_decode(plan, entry), ()
             if plan.prefill and self._prompt_programs is not None and self._prompt_programs.take(plan.prefill):
@@ -173,15 +176,27 @@ class ModelRunner:
         entry.clock.stop()
         self._launched.append(_Launched(plan=plan, entry=entry, rows=rows, prompt_scores=scores))
 
+    def _takes_mixed(self, programs: DecodePrograms, plan: StepPlan) -> bool:
+        """Whether prompts run among the decode rows. Applies the changes of state of a plan with prompts."""
+        if plan.new_slots or plan.prefill:
+            self.state.apply(plan)
+        return bool(plan.prefill) and programs.takes_mixed(plan)
+
+    def _run_mixed(self, programs: DecodePrograms, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
+        """Decode rows and prompt chunks, in recorded programs."""
+        slots = (*plan.decode_slots, *[chunk.slot for chunk in plan.prefill if chunk.samples])
+        packed = programs.run_mixed(plan)
+        if self.tp.size > 1:
+            self._agreement.check(plan.step_id, unpack(packed, slots))
+        return [_Rows(inits=self.state.inits_of(slots), place=entry.put(packed), logprobs=None)]
+
     def _run_decode(self, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
-        """The decode rows, in recorded programs. Applies the plan's changes of state first."""
+        """The decode rows, in recorded programs. Applies the changes of state of a plan without prompts."""
         programs = self._decode_programs
         assert programs is not None
         entries: list[int] = []
         block_ids: list[int] = []
-        if plan.new_slots or plan.prefill:
-            self.state.apply(plan)
-        elif plan.block_updates:
+        if plan.block_updates and not (plan.new_slots or plan.prefill):
             entries, block_ids = self.state.table_entries(plan.block_updates)
             if not programs.has_room(plan, len(entries)):
                 self.state.write_table(entries, block_ids)

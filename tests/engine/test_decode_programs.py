@@ -11,10 +11,11 @@ import torch
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 from engine.request import EngineRequest
-from engine.runner.decode_programs import Variant, num_table_entries, row_buckets
+from engine.runner.decode_programs import Variant, row_buckets
 from engine.runner.prompt_programs import chunk_sizes
 from engine.runner.recorder import Repeater
 from engine.runner.slots import SlotTraits
+from engine.runner.step_upload import num_table_entries
 from engine.runner.upload_ring import UploadRing
 from tests.engine.drafting import mixed_truth
 from tests.toy import make_drafter, make_target
