@@ -39,10 +39,20 @@ def row_key(start, seed, position):
 
 
 @triton.jit
-def _coin_kernel(seed_ptr, slot_ptr, position_ptr, out_ptr, certain, fraction, STREAM: tl.constexpr, PDL: tl.constexpr):
+def _coin_kernel(
+    seed_ptr,
+    slot_ptr,
+    position_ptr,
+    out_ptr,
+    certain,
+    fraction,
+    seed_stride,
+    STREAM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     row = tl.program_id(0)
-    seed = tl.load(seed_ptr + tl.load(slot_ptr + row))
+    seed = tl.load(seed_ptr + tl.load(slot_ptr + row) * seed_stride)
     position = tl.load(position_ptr + row)
     x = (row_key(seed * 0 + _START_A + STREAM, seed, position) * _A) & _U32
     x = x ^ (x >> 15)
@@ -67,6 +77,7 @@ def accepted_by_coin(
         accepted_R,
         certain,
         length - math.floor(length),
+        seed_S.stride(0),
         STREAM=STREAM_ACCEPT,
         PDL=pdl,
         num_warps=1,

@@ -55,7 +55,8 @@ def test_a_block_of_any_width(case: int, device: str) -> None:
 @pytest.mark.parametrize("length", [1.0, 2.25, 6.5])
 def test_coins_of_synthetic_acceptance(case: int, device: str, length: float) -> None:
     generator = torch.Generator().manual_seed(case)
-    seed_S = torch.randint(-(2**63), 2**63 - 1, (500,), generator=generator).to(device)
+    # As in the slot state: a column of a table.
+    seed_S = torch.randint(-(2**63), 2**63 - 1, (500, 6), generator=generator).to(device)[:, 4]
     slots_R = torch.randperm(500, generator=generator)[:case].to(device)
     position_R = torch.randint(0, 2**40, (case,), generator=generator).to(device)
     want = synthetic_accepted(length, seed_S[slots_R], position_R)
