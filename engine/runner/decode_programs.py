@@ -67,7 +67,7 @@ def program_shapes(config: EngineConfig) -> tuple[ProgramShape, ...]:
     """Of all T programs of an engine: decode rows at every width, and the larger ones of mixed steps."""
     largest, shapes = config.max_num_seqs, []
     # FlashInfer's kernel ends a row at its first column without a draft: the last piece of a prompt would get no token.
-    has_chains = config.use_rejection_sampling and config.draft_sampling == "probabilistic"
+    has_chains = config.draft_sampling == "probabilistic"
     for width in config.draft_len_choices:
         most = 0 if has_chains else most_rows(largest, width)
         larger = [rows for rows in row_buckets(most) if rows > largest] if most else []
@@ -197,7 +197,7 @@ class DecodePrograms:
     only_pairs: the (rows, width) to record, all by default.
     results: int32, rows as `pack` makes them, one behind the other. drafted_slots: of a mixed step, the slots that get
         drafts, and filler slots behind them.
-    mixes: steps that could be mixed are.
+    mixes: steps that could be mixed are. num_mixed: those that were.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class DecodePrograms:
         # Greedy drafts are the same in every variant.
         self.drafts_variants = _MIXED_VARIANTS[:1] if config.draft_sampling == "greedy" else _MIXED_VARIANTS
         self.mixed_widths = {shape.width for shape in shapes if shape.takes_pieces}
-        self.mixes = True
+        self.mixes, self.num_mixed = True, 0
         self._recorder = recorder
         buckets = row_buckets(largest)
         self._bucket_of = [min(b for b in buckets if b >= rows) for rows in range(1, largest + 1)]
@@ -278,6 +278,7 @@ class DecodePrograms:
         ended behind those of the decode rows. Only where `takes_mixed`."""
         num_rows, width = self._mixed_rows(plan), plan.draft_len
         assert num_rows is not None and plan.verify_len <= width, plan
+        self.num_mixed += 1
         pair = self._pairs[num_rows, width]
         self.upload.send(pair.shape, limit=plan.verify_len, slots=plan.decode_slots, prefill=plan.prefill)
         pair.run_target()

@@ -26,7 +26,7 @@ from engine.kv_cache.block_bytes import bytes_per_block
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
-from engine.runner.decode_programs import row_buckets
+from engine.runner.decode_programs import program_shapes
 from engine.runner.prompt_programs import chunk_sizes, longest_chunk
 from engine.runner.runner import ModelRunner
 from engine.sampling_params import MAX_LOGPROBS
@@ -100,8 +100,12 @@ def measure(
     total, before = torch.cuda.mem_get_info(device)[1], free_bytes()
     # All tables of the probe point at the null block, which the checks forbid.
     probe = replace(config, num_blocks=_PROBE_BLOCKS, debug_checks=False)
-    largest = (row_buckets(config.max_num_seqs)[-1], config.draft_len_choices[-1])
-    pairs = [largest, *([(1, 0)] if largest != (1, 0) else [])]
+    shapes = {(shape.num_rows, shape.width): shape for shape in program_shapes(config)}
+    widest = config.draft_len_choices[-1]
+    # The largest step with prompts among its rows, the largest of decode rows alone, and the smallest pair: of those
+    # that have programs of both kinds, where there are any.
+    both_kinds = [key for key, shape in shapes.items() if shape.takes_pieces]
+    pairs = {max([key for key in shapes if key[1] == widest]), (config.max_num_seqs, widest), min(both_kinds or shapes)}
     marks: dict[str, list[int]] = {}
     runner = ModelRunner(
         config=probe,
@@ -111,7 +115,7 @@ def measure(
         tp=tp,
         device=device,
         progress=lambda phase: marks.setdefault(phase.split(":")[0], []).append(free_bytes()),
-        only_pairs=pairs,
+        only_pairs=sorted(pairs),
     )
     after = free_bytes()
     launch_largest_steps(runner, probe)
@@ -121,7 +125,7 @@ def measure(
         free=before,
         largest=before - min(lowest),
         per_pair=_of_the_last(marks.get("recording decode programs", []), after),
-        num_pairs=len(row_buckets(config.max_num_seqs)) * len(config.draft_len_choices),
+        num_pairs=len(shapes),
         per_size=_of_the_last(
             marks.get("recording prompt programs", []), marks.get("recording draft programs", [0])[0]
         ),

@@ -1,0 +1,216 @@
+"""Law: prompts that run as rows beside decode rows change no token, and leave the K/V that their own programs leave.
+
+Requests arrive while others decode; the programs of fixed shapes are called, in float32, and every run is compared with
+the eager engine, which knows no pieces. Counts say that mixed steps were really taken.
+"""
+
+import random
+
+import pytest
+import torch
+
+from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.runner.runner import ModelRunner
+from tests.engine.drafting import mixed_truth
+from tests.engine.mixed_steps import Arrival, Run, arrivals, context_rows, run
+from tests.engine.test_decode_programs import build
+from tests.engine.test_not_finite import BAD_ID
+from tests.engine.test_not_finite import models as models_with_a_bad_id  # noqa: F401  (a fixture)
+from tests.toy import make_drafter, make_target
+
+ALWAYS = {0: {5: 2}}
+CHANGING = {0: {5: 2}, 6: {2: 7, 5: 2}, 11: {5: 7}, 17: {5: 0}, 21: {5: 7}, 30: {5: 2}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mixed")
+    target = make_target(root / "target", kind="qwen3")
+    return target, make_drafter(root / "drafter", target)
+
+
+def kinds(count: int, *, greedy: bool = False, seed: int = 0) -> list[SamplingParams]:
+    """max_tokens of 1 and more, stops that often end a request at once, minimum lengths; drawn in many ways."""
+    rng, made = random.Random(seed), []
+    for index in range(count):
+        common = dict(max_tokens=1 if index % 5 == 4 else rng.randrange(8, 26), seed=index, ignore_eos=True)
+        if index % 4 == 1:
+            common |= dict(
+                stop_token_ids=list(range(0, 256, 2)), min_tokens=min(rng.choice((0, 0, 4)), common["max_tokens"])
+            )
+        if greedy or index % 3 == 0:
+            made.append(SamplingParams(temperature=0.0, **common))
+        elif index % 3 == 1:
+            made.append(SamplingParams(temperature=0.8, **common))
+        else:
+            made.append(SamplingParams(temperature=0.9, top_k=rng.choice((0, 20)), top_p=0.9, min_p=0.01, **common))
+    return made
+
+
+def both(models, requests: list[Arrival], *, schedules=ALWAYS, **options) -> tuple[Run, Run]:
+    """What the eager engine and the one with programs make of the requests."""
+    with build(models, "eager", **options) as llm:
+        want = run(llm, requests, schedules=schedules)
+    with build(models, "repeated", **options) as llm:
+        got = run(llm, requests, schedules=schedules)
+        llm.core.check_integrity()
+    for index, request in enumerate(requests):
+        own, other = got.tokens[index], want.tokens[index]
+        if request.abort_after is None:
+            assert (own, got.reasons[index]) == (other, want.reasons[index]), index
+        else:
+            common = min(len(own), len(other))
+            assert own[:common] == other[:common]
+    return want, got
+
+
+def chunks(result: Run) -> list[tuple[int, int, bool]]:
+    """(prompts of the step, tokens of the chunk behind its last whole piece, samples) of mixed steps."""
+    return [
+        (len(plan.prefill), len(chunk.token_ids) % (plan.draft_len + 1), chunk.samples)
+        for plan in result.mixed
+        for chunk in plan.prefill
+    ]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_tokens_of_arriving_requests(models, depth, greedy):
+    """Several prompts at once, chunks that end in the middle of a piece, first tokens that stop or are the only one."""
+    requests = arrivals(1, kinds(16, greedy=greedy, seed=depth))
+    options = dict(pipeline_depth=depth, max_num_batched_tokens=26, debug_checks=depth == 0)
+    _, got = both(models, requests, **options)
+    found = chunks(got)
+    assert len(got.mixed) > 8
+    assert any(num > 1 for num, _, _ in found), "several prompts in one step"
+    assert {True, False} == {samples for _, _, samples in found}
+    assert {0, 1, 2} == {rest for _, rest, _ in found}
+    firsts = [i for i, tokens in enumerate(got.tokens) if len(tokens) == 1]
+    assert {got.reasons[i] for i in firsts} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_draft_lengths_change_between_steps(models, depth):
+    requests = arrivals(2, kinds(16, seed=2), every=3)
+    _, got = both(models, requests, schedules=CHANGING, pipeline_depth=depth, max_num_batched_tokens=40)
+    assert {plan.draft_len for plan in got.mixed} == {2, 7}
+    assert any(plan.verify_len < plan.draft_len for plan in got.mixed)
+    assert any(plan.prefill and plan.decode_slots and plan.draft_len == 0 for plan in got.plans)
+
+
+def test_cached_prefixes_and_clients_that_hang_up(models):
+    """Prompts that begin behind a hit, or whose client is gone before or in the middle of their first tokens."""
+    prefix = [7 * n % 200 for n in range(30)]
+    requests = arrivals(3, kinds(14, greedy=True, seed=3), every=3)
+    for index, request in enumerate(requests):
+        if index % 3 != 2:
+            request.prompt = [*prefix[: 8 * (1 + index % 4)], *request.prompt[:13]]
+        if index % 4 == 3:
+            request.abort_after = index % 3
+    _, got = both(models, requests, pipeline_depth=1, max_num_batched_tokens=30)
+    starts = [chunk.start for plan in got.mixed for chunk in plan.prefill]
+    assert len(got.mixed) > 8 and any(start % 8 == 0 and start > 0 for start in starts)
+    assert sum(n > 0 for n in got.num_cached) > 2 and "abort" in got.reasons
+
+
+def test_preempted_requests_come_back_as_pieces(models):
+    params = [SamplingParams(temperature=0.0, max_tokens=40, seed=i, ignore_eos=True) for i in range(6)]
+    requests = [
+        Arrival(step=2 * i, prompt=[(31 * i + n) % 200 for n in range(20)], params=p) for i, p in enumerate(params)
+    ]
+    options = dict(pipeline_depth=1, max_num_batched_tokens=48, num_blocks=28, enable_prefix_caching=False)
+    _, got = both(models, requests, **options)
+    resumed = [len(chunk.token_ids) for plan in got.mixed for chunk in plan.prefill if chunk.start == 0]
+    assert any(length > 20 for length in resumed), "with what they had emitted"
+
+
+@pytest.mark.parametrize(
+    ("draft_sampling", "rejection", "mixes"),
+    [("greedy", True, True), ("coupled", False, True), ("probabilistic", True, False)],
+)
+def test_sampled_drafts_and_rejection_sampling(models, draft_sampling, rejection, mixes):
+    """A piece verifies no draft; drafts behind it are chosen as its request asks."""
+    requests = arrivals(4, kinds(12, seed=4))
+    options = dict(rejection=rejection, draft_sampling=draft_sampling, max_num_batched_tokens=26)
+    _, got = both(models, requests, **options)
+    assert len(got.mixed) > 5 if mixes else not got.mixed
+
+
+def test_requests_that_look_between_the_programs_are_not_mixed(models):
+    rng = random.Random(6)
+    asks = [{}, {}, {"logprobs": 1}, {}, {}, {}, {"logit_bias": {5: 2.0}}, {}, {}, {}, {"prompt_logprobs": 1}, {}, {}]
+    params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **ask) for ask in asks]
+    requests = [
+        Arrival(step=2 * i, prompt=[rng.randrange(200) for _ in range(rng.randrange(2, 20))], params=p)
+        for i, p in enumerate(params)
+    ]
+    _, got = both(models, requests)
+    with_both = [plan for plan in got.plans if plan.decode_slots and plan.prefill]
+    assert 0 < len(got.mixed) < len(with_both)
+    asking = {init.slot for plan in got.plans for init in plan.new_slots if init.num_logprobs >= 0 or init.rules}
+    assert asking, "they are among the others"
+
+
+def test_accepted_drafts_beside_prompts(models):
+    """With proposals that are often right, rows beside pieces commit blocks of all lengths."""
+    requests = arrivals(7, [SamplingParams(temperature=0.0, max_tokens=30, seed=i, ignore_eos=True) for i in range(10)])
+    with build(models, "eager") as llm:
+        want = run(llm, requests, schedules={0: {5: 7}})
+    truth = {i: [*request.prompt, *want.tokens[i]] for i, request in enumerate(requests)}
+    with build(models, "repeated", pipeline_depth=1) as llm:
+        mixed_truth(llm, truth, p_right=0.85, seed=1)
+        got = run(llm, requests, schedules={0: {5: 7}})
+        assert llm.core.counters().num_accepted_tokens > 80
+    assert got.tokens == want.tokens and len(got.mixed) > 5
+
+
+def test_a_prompt_whose_logits_are_not_finite_ends_alone(models_with_a_bad_id):  # noqa: F811
+    _, broken, drafter = models_with_a_bad_id
+    requests = arrivals(8, [SamplingParams(temperature=0.0, max_tokens=14, seed=i, ignore_eos=True) for i in range(12)])
+    for request in requests[2::3]:
+        request.prompt = [*request.prompt[:9], BAD_ID, *request.prompt[9:]]
+    _, got = both((broken, drafter), requests, max_num_batched_tokens=26)
+    assert all(got.reasons[i] == "error" and not got.tokens[i] for i in range(2, 12, 3))
+    bad = [plan for plan in got.mixed if any(BAD_ID in chunk.token_ids for chunk in plan.prefill)]
+    assert len(bad) >= 2
+
+
+@pytest.mark.parametrize("last_step", [9, 14, 23])
+def test_kv_of_both_models_is_what_the_prompts_own_programs_write(models, last_step):
+    requests = arrivals(9, kinds(12, seed=9))
+    rows = []
+    for mixes in (True, False):
+        with build(models, "repeated", max_num_batched_tokens=26, enable_prefix_caching=False) as llm:
+            llm._rank.runner._decode_programs.mixes = mixes
+            result = run(llm, requests, schedules={0: {5: 7}}, last_step=last_step)
+            state = llm._rank.runner.state
+            slots = [slot for slot in range(5) if not bool(state.finished[slot])]
+            rows.append((state.committed_len.tolist(), state.draft_tokens[slots].tolist(), context_rows(llm, slots)))
+        assert bool(result.mixed) == mixes
+    (lens, drafts, own), (other_lens, other_drafts, other) = rows
+    assert (lens, drafts) == (other_lens, other_drafts) and sum(lens) > 60
+    for a, b in zip(own, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks(models):
+    requests = arrivals(10, kinds(8, seed=10))
+    _, got = both(models, requests, tensor_parallel_size=2, max_num_batched_tokens=26, pipeline_depth=1)
+    assert len(got.mixed) > 3
+
+
+def test_a_runner_without_programs_of_mixed_steps_takes_none(models, monkeypatch):
+    """As one whose memory is measured: it has some pairs alone."""
+    target, drafter = models
+    made = ModelRunner.__init__
+
+    def with_few_pairs(self, **arguments):
+        made(self, **arguments, only_pairs=[(1, 0), (5, 2), (5, 0), (5, 7)])
+
+    monkeypatch.setattr(ModelRunner, "__init__", with_few_pairs)
+    spec = DFlashDecodingConfig(max_draft_len=7, speculative_model=str(drafter))
+    options = dict(dtype="float32", max_model_len=96, max_num_seqs=5, num_blocks=80, block_size=8, threads=1)
+    with LLM(str(target), speculative_config=spec, decode_programs="repeated", **options) as llm:
+        programs = llm._rank.runner._decode_programs
+        assert programs._mixed_buckets == {2: [5], 7: [5]}
