@@ -2,8 +2,9 @@
 
 A step's time is reckoned as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
 the first from steps without prompts, the second from what prompts added; of rows that never ran alone, nothing is
-subtracted. A prompt token costs more far behind in a long prompt, and padding to a program's size, so the dearest of
-the last chunks counts, small ones aside, whose time is mostly that of the launch. Pure arithmetic on the host.
+subtracted. A prompt token costs more far behind in a long prompt, and padding to a program's size, and less among the
+decode rows than in a program of its own, so the dearest of the last chunks counts, small ones aside, whose time is
+mostly that of the launch. Pure arithmetic on the host.
 """
 
 from collections import deque

@@ -1,5 +1,8 @@
 """Prompt chunks as fixed-shape programs, one prompt at a time, for steps with few of them.
 
+They serve steps without decode rows, and those whose chunks are not made rows of the decode programs
+(`engine.runner.pieces`), behind these.
+
 The launches of a forward take the host several times what they take the device, so a chunk of n tokens runs as a
 recorded program of the next size N >= n; the rows beyond n write to the null block and nobody reads them. Its numbers:
 
