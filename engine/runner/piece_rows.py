@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def with_pieces(block: DecodeBlock, pieces: PieceRows) -> DecodeBlock:
     """The rows of T with the pieces among them."""
+    assert block.last_R is not None
     is_piece_R = pieces.size_R != 0
     k_R = pieces.size_R.abs() - 1
     column_K = torch.arange(block.drafts_RK.shape[1], device=k_R.device)
