@@ -100,8 +100,6 @@ def _commit_kernel(
     draft = tl.load(drafts_ptr + row * K + c, mask=c < K, other=-1)
     matches = (draft == token) & (c < k) & valid
     accepted = tl.min(tl.where(matches, none, c.to(tl.int64)), 0)
-    if PIECES:
-        accepted = tl.where(size == 0, accepted, 0)
     if SYNTHETIC:
         accepted = tl.minimum(tl.load(synthetic_ptr + row), k)
     s = tl.arange(0, STOPS)

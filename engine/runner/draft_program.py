@@ -20,7 +20,7 @@ from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder
 from engine.runner.draft_tokens import DraftTokens
 from engine.runner.fused_rows import FusedRows
 from engine.runner.pending_context import PendingContext
-from engine.runner.piece_rows import drawn_columns, rows_to_verify, without_drafts
+from engine.runner.piece_rows import drawn_columns, rows_to_verify
 from engine.runner.slots import SlotState
 from engine.runner.target_program import TargetStep
 from engine.sampling.chain import chain_tokens
@@ -300,7 +300,6 @@ class DecideAndDraft:
             # Nobody asks for the tokens of a prompt: the largest logit costs least.
             counts_M = drawn_columns(decided.size_R, width).flatten()
             rows = replace(rows, temperature_N=rows.temperature_N.masked_fill(~counts_M, 0.0))
-            decided = without_drafts(decided)
         if not self._config.use_rejection_sampling or flags.all_greedy or num_decode == 0 or width == 1:
             drawn_M = sample(logits_MV, rows, self._tp, start)
         else:

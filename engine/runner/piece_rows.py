@@ -38,12 +38,6 @@ def with_pieces(block: DecodeBlock, pieces: PieceRows) -> DecodeBlock:
     )
 
 
-def without_drafts(block: DecodeBlock) -> DecodeBlock:
-    """Pieces verify no drafts."""
-    assert block.size_R is not None
-    return replace(block, k_R=block.k_R.masked_fill(block.size_R != 0, 0))
-
-
 def drawn_columns(size_R: Tensor, width: int) -> Tensor:
     """bool [R, width]: columns whose token counts, in decode rows all of them."""
     column_Q = torch.arange(width, device=size_R.device)
@@ -61,7 +55,8 @@ def rows_to_verify(
     turned_RQ = (column_Q + first_R[:, None]) % tokens_RQ.shape[1]
     draws_nothing_R = size_R > 0
     rows = replace(
-        without_drafts(block),
+        block,
+        k_R=block.k_R.masked_fill(size_R != 0, 0),
         slots_R=block.slots_R.masked_fill(draws_nothing_R, filler_slot),
         committed_R=(block.committed_R + first_R).masked_fill(draws_nothing_R, 0),
         finished_R=block.finished_R | draws_nothing_R,
