@@ -89,7 +89,7 @@ def test_programs_of_mixed_steps():
         rows = [s.num_rows for s in of_width[k]]
         assert set(row_buckets(128)) < set(rows) and rows[-1] == most_rows(128, k) == 128 + 512 // (k + 1)
         assert [s.num_rows for s in of_width[k] if s.takes_pieces] == rows[1:]
-    assert len(shapes) <= len(config.draft_len_choices) * (len(row_buckets(128)) + 2)
+    assert len(shapes) < 1.2 * len(config.draft_len_choices) * len(row_buckets(128))
     chained = make_config(use_rejection_sampling=True, draft_sampling="probabilistic")
     assert not any(s.takes_pieces for s in (*program_shapes(chained), *program_shapes(make_config(max_num_seqs=1))))
 
