@@ -128,6 +128,7 @@ def main() -> None:
                 record["rows"].append(row)
                 print("ROW", json.dumps({k: v for k, v in row.items() if not k.endswith("_all_ms")}), flush=True)
                 save(args.out, record)
+        driver.monitor.close()
         lab.core.check_integrity()
         lab.close()
     if any(row[f"{way}_ms"] is None for row in record["rows"] for way in WAYS):
