@@ -14,6 +14,8 @@ part 3   float32, 8 requests at once: the reference's tokens as far as it goes, 
          teacher-forced forward of transformers. A difference is only counted as one if transformers' own logits at
          that place are further apart than --tie.
 
+mixed    float32: prompts among the rows of decode steps and behind them: the same tokens, as many drafts accepted.
+
 The engines have programs for --rows only, and few for prompts: every program costs start-up. Exits 1 on a failure, or
 if something was left out: --limit-s begins no further check then, and with --resume a later run does what OUT.json does
 not hold yet (one engine for the checks of a type of weights, made only if one of them is left).
@@ -41,6 +43,7 @@ from engine.runner import decode_programs, prompt_programs
 from engine.weights.source import fetch
 
 NUM_TOP = 20
+PARTS = ("logits", "1", "2", "3", "mixed")
 Checks = dict[str, Callable[[LLM], dict]]
 TOLERANCE = 2e-3  # of a float32 log-probability: sums in another order
 
@@ -157,13 +160,13 @@ def check_spoiled(args: argparse.Namespace, llm: LLM, prompts: list, rows: int, 
         return found, llm.core.counters().num_accepted_tokens - before
 
     set_draft_len(llm, draft_len)
-    programs._bucket_of = [rows] * rows
+    programs._bucket_of, programs.mixes = [rows] * rows, False  # prompts among the rows would be another shape
     try:
         real, accepted = run()
         runner.launch = launch_and_spoil
         spoiled, wrongly = run()
     finally:
-        programs._bucket_of, runner.launch = buckets, launch
+        programs._bucket_of, programs.mixes, runner.launch = buckets, True, launch
     different = [i for i, (a, b) in enumerate(zip(real, spoiled, strict=True)) if a != b]
     return {
         "rows": rows,
@@ -236,13 +239,34 @@ def check_float32(args: argparse.Namespace, llm: LLM, model: str, cases: list[di
     }
 
 
+def check_mixed(args: argparse.Namespace, llm: LLM, cases: list[dict], draft_len: int) -> dict:
+    """Prompts that run among decode rows against prompts behind them, float32: tokens, and how many drafts hold."""
+    programs, prompts = llm._rank.runner._decode_programs, [c["prompt_token_ids"] for c in cases]
+    set_draft_len(llm, draft_len)
+    row: dict[str, Any] = {"draft_len": draft_len, "prompts": len(cases)}
+    found = []
+    for way, mixes in (("among", True), ("behind", False)):
+        before, mixed = llm.core.counters(), programs.num_mixed
+        programs.mixes = mixes
+        with no_sync(args):
+            found.append(tokens_of(llm, prompts, args.tokens))
+        after = llm.core.counters()
+        accepted = (after.num_accepted_tokens - before.num_accepted_tokens) / (after.num_drafts - before.num_drafts)
+        row |= {f"{way}_steps": programs.num_mixed - mixed, f"{way}_acceptance_length": round(1 + accepted, 4)}
+    programs.mixes = True
+    row["different"] = [i for i, (a, b) in enumerate(zip(*found, strict=True)) if a != b]
+    close = abs(row["among_acceptance_length"] / row["behind_acceptance_length"] - 1) < 0.01
+    few = len(row["different"]) <= len(cases) // 30  # ties of a float32 row, which part 3 looks at one by one
+    return row | {"ok": close and few and row["among_steps"] > 0 and row["behind_steps"] == 0}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--smollm2", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--reference", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", default=["logits", "1", "2", "3"], choices=["logits", "1", "2", "3"])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[3, 7, 15])
     parser.add_argument("--prompts", type=int, default=60)
@@ -300,6 +324,10 @@ def main() -> None:
     if "3" in args.parts:
         for k in choices:
             exact[f"part 3, K = {k}"] = lambda llm, k=k: check_float32(args, llm, str(model), cases, k)
+    if "mixed" in args.parts:
+        exact["mixed steps"] = lambda llm: check_mixed(
+            args, llm, cases, sorted(args.draft_lens)[len(args.draft_lens) // 2]
+        )
     if "1" in args.parts:
         for rows, k in itertools.product(sorted(args.rows, reverse=True), args.draft_lens):
             chosen = prompts[: args.rows_1_prompts] if rows == 1 else prompts

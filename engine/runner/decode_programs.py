@@ -49,13 +49,14 @@ class Variant(enum.Enum):
 
 
 def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Ascending: powers of two, from 8 on with three values between, and max_num_seqs itself.
+    """Ascending: powers of two, from 8 on with two values between, and max_num_seqs itself.
 
     A batch pays for its bucket's rows. Beyond 8 requests of 8 tokens or more a GPU computes longer than it reads, so
-    rows cost time there; recording another bucket costs a tenth of a second.
+    rows cost time there; recording another bucket costs a tenth of a second. Seven quarters of a power would cost what
+    the next power does, in products by cuBLAS on an H200 (`benchmarks/gpu_sizes.py`): 224 rows 165 us, 256 160.
     """
     powers = [1 << n for n in range(max_num_seqs.bit_length())]
-    between = [power * quarter // 4 for power in powers if power >= 8 for quarter in (5, 6, 7)]
+    between = [power * quarter // 4 for power in powers if power >= 8 for quarter in (5, 6)]
     return tuple(sorted({*[n for n in (*powers, *between) if n < max_num_seqs], max_num_seqs}))
 
 

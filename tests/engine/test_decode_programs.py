@@ -184,7 +184,7 @@ def test_buckets_cover_every_batch_and_end_at_the_largest():
         buckets = row_buckets(largest)
         assert buckets[0] == 1 and buckets[-1] == largest and list(buckets) == sorted(set(buckets))
         assert all(b <= 2 * a for a, b in itertools.pairwise(buckets))
-        assert all(4 * b <= 5 * a for a, b in itertools.pairwise(buckets) if a >= 8)
+        assert all(3 * b <= 4 * a for a, b in itertools.pairwise(buckets) if a >= 8)
 
 
 def test_chunk_sizes_end_at_the_longest():
