@@ -24,7 +24,8 @@ from engine.attention.context import AttentionGroup
 from engine.attention.cuda_choice import BulkCut, DecodeCut, bulk_cut, decode_cut
 from engine.attention.cuda_paged import num_multiprocessors
 from engine.kernels.available import copy_engine, dependent_launch
-from engine.kernels.decode_attention import Workspace, decode_attention, row_tiles
+from engine.kernels.decode_attention import decode_attention
+from engine.kernels.merge_splits import Workspace, row_tiles
 
 MODELS = {"smollm2": (9, 3, 64), "qwen3-8b": (32, 8, 128)}  # heads, KV heads, head size
 COLD_BYTES = 160 << 20

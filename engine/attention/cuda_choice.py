@@ -30,13 +30,16 @@ class DecodeCut:
 class BulkCut:
     """Of the kernel fed by the tensor copy engine.
 
-    num_splits: programs of a KV head; positions, rows: of a tile.
+    num_splits: programs of a KV head; positions, rows: of a tile; groups: of warps that compute; early: lengths and
+    blocks are read before the kernel ahead has ended.
     """
 
     num_splits: int
     positions: int = 64
     num_stages: int = 4
     rows: int = 64
+    groups: int = 1
+    early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +95,13 @@ def bulk_cut(
     if packed > 64 or head_dim != 128 or block_size % UNIT or num_splits < 2 or (sequences > 1 and packed <= 32):
         return None
     return BulkCut(num_splits=num_splits)
+
+
+def merge_heads(*, rows: int, heads: int, num_splits: int) -> int:
+    """Heads of a program of the merge: one while they are few, else as many as keep its threads busy."""
+    if rows * heads <= 2048 or num_splits > 8:
+        return 1
+    return min(32 // num_splits, 1 << (heads - 1).bit_length())
 
 
 def ragged_cut(*, rows: int, group: int, kv_heads: int, num_sms: int) -> RaggedCut:

@@ -116,7 +116,7 @@ def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
 
 
 def _decode_plan(q_nhD: Tensor, k_cache: Tensor, group: AttentionGroup) -> _DecodePlan:
-    from engine.kernels.decode_attention import Workspace, row_tiles
+    from engine.kernels.merge_splits import Workspace, row_tiles
 
     _, h, D = q_nhD.shape
     block_size, g = k_cache.shape[1:3]

@@ -13,16 +13,13 @@ Shapes: N rows, R sequences, Q queries of each, h heads, g KV heads, G = h / g, 
 """
 
 import math
-from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.cuda_choice import UNIT, BulkCut, DecodeCut
+from engine.attention.cuda_choice import DecodeCut
 from engine.kernels.attention_scan import (
-    LOG2_E,
     PLAIN,
     AttentionOptions,
     check_layout,
@@ -32,6 +29,7 @@ from engine.kernels.attention_scan import (
     scan,
 )
 from engine.kernels.device_ops import begin
+from engine.kernels.merge_splits import Workspace, merge_splits, row_tiles, tiles_of_a_split
 
 
 @triton.jit(do_not_specialize=["Q", "kv_heads", "m_tiles", "num_splits"])
@@ -93,13 +91,13 @@ def _decode_kernel(
     if WINDOW > 0:
         first = tl.maximum(tl.minimum(start - WINDOW + 1, kv_len - 1), 0) // BN
     num_tiles = tl.maximum(tl.cdiv(longest, BN) - first, 1)
-    most = _tiles_of_a_split(num_tiles, num_splits, MIN_TILES)
+    most = tiles_of_a_split(num_tiles, num_splits, MIN_TILES)
     least = most
     if SPLIT and CAUSAL:
         shortest = tl.maximum(tl.cdiv(tl.minimum(start + 1, kv_len), BN) - first, 1)
-        least = _tiles_of_a_split(shortest, num_splits, MIN_TILES)
+        least = tiles_of_a_split(shortest, num_splits, MIN_TILES)
     # The block is no longer than a tile (see `decode_attention`), so there are at most these two kinds.
-    per_m = _tiles_of_a_split(tl.maximum(tl.cdiv(seen, BN) - first, 1), num_splits, MIN_TILES)
+    per_m = tiles_of_a_split(tl.maximum(tl.cdiv(seen, BN) - first, 1), num_splits, MIN_TILES)
     if split < tl.cdiv(num_tiles, least):
         at = (sequence * Q + query).to(tl.int64)
         inside = real[:, None] & (d < D)[None, :]
@@ -144,102 +142,6 @@ def _decode_kernel(
                 mean = finish(best, total, values, sink_ptr, head, real, SINK)
                 out_at = out_ptr + at[:, None] * out_row_stride + head[:, None] * D + d[None, :]
                 tl.store(out_at, mean.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _tiles_of_a_split(num_tiles, num_splits, MIN_TILES: tl.constexpr):
-    return tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
-
-
-@triton.jit(do_not_specialize=["Q", "kv_heads", "m_tiles", "num_splits"])
-def _merge_kernel(
-    part_ptr,
-    stat_ptr,
-    out_ptr,
-    start_ptr,
-    kv_len_ptr,
-    sink_ptr,
-    out_row_stride,
-    kv_heads,
-    m_tiles,
-    num_splits,
-    Q,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SP: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINK: tl.constexpr,
-    IN_TURN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program merges one (query, head): its row of a tile of rows, over all splits at once.
-
-    IN_TURN: tiles of BN positions went to the splits in turn, not in runs, by the kernel for large heads.
-    """
-    begin(PDL, IN_TURN)
-    query_row, head = tl.program_id(0), tl.program_id(1)
-    sequence, query = query_row // Q, query_row % Q
-    m = query * G + head % G
-    unit = (sequence * kv_heads + head // G) * m_tiles + m // BM
-    row = m % BM
-    start = tl.load(start_ptr + sequence).to(tl.int32)
-    kv_len = tl.load(kv_len_ptr + sequence).to(tl.int32)
-    seen = kv_len
-    if CAUSAL:
-        seen = tl.minimum(start + query + 1, kv_len)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(tl.minimum(start - WINDOW + 1, kv_len - 1), 0) // BN
-    num_tiles = tl.maximum(tl.cdiv(seen, BN) - first, 1)
-    if IN_TURN:
-        active = tl.minimum(num_tiles, num_splits)
-    else:
-        active = tl.cdiv(num_tiles, _tiles_of_a_split(num_tiles, num_splits, MIN_TILES))
-    s, d = tl.arange(0, SP), tl.arange(0, DP)
-    used = s < active
-    base = unit.to(tl.int64) * num_splits
-    best = tl.load(stat_ptr + (base + s) * 2 * BM + row, mask=used, other=float("-inf"))
-    total = tl.load(stat_ptr + (base + s) * 2 * BM + BM + row, mask=used, other=0.0)
-    values = tl.load(part_ptr + ((base + s) * BM + row)[:, None] * DP + d[None, :], mask=used[:, None], other=0.0)
-    top = tl.max(best, 0)
-    if SINK:
-        sink = tl.load(sink_ptr + head) * LOG2_E
-        top = tl.maximum(top, sink)
-    origin = tl.where(top == float("-inf"), 0.0, top)
-    gain = tl.exp2(best - origin)
-    whole = tl.sum(total * gain, 0)
-    if SINK:
-        whole += tl.exp2(sink - origin)
-    mean = tl.sum(values * gain[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-    at = out_ptr + query_row.to(tl.int64) * out_row_stride + head * D + d
-    tl.store(at, mean.to(out_ptr.dtype.element_ty), mask=d < D)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workspace:
-    """What the splits of one call leave for the merge."""
-
-    part: Tensor
-    stat: Tensor
-
-    @classmethod
-    def create(cls, units: int, cut: DecodeCut | BulkCut, head_dim: int, device: torch.device) -> "Workspace":
-        """For `units` = sequences x KV heads x row tiles."""
-        cells = units * cut.num_splits * cut.rows
-        return cls(
-            part=torch.empty(cells * padded_head(head_dim), dtype=torch.float32, device=device),
-            stat=torch.empty(2 * cells, dtype=torch.float32, device=device),
-        )
-
-
-def row_tiles(queries: int, group: int, rows: int) -> int:
-    """Tiles of `rows` rows that hold a sequence's queries times the query heads of a KV head."""
-    return -(-queries * group // rows)
 
 
 def decode_attention(
@@ -326,50 +228,3 @@ def decode_attention(
             options=options,
             pdl=pdl,
         )
-
-
-def merge_splits(
-    workspace: Workspace,
-    out_NE: Tensor,
-    *,
-    q_len: int,
-    q_start_R: Tensor,
-    kv_len_R: Tensor,
-    kv_heads: int,
-    head_dim: int,
-    causal: bool,
-    cut: DecodeCut | BulkCut,
-    options: AttentionOptions = PLAIN,
-    pdl: bool = False,
-) -> None:
-    """Writes what the parts in the workspace amount to. Launched right behind the kernel that left them."""
-    N, width = out_NE.shape
-    h = width // head_dim
-    positions, min_tiles = (UNIT, 1) if isinstance(cut, BulkCut) else (cut.positions, cut.min_tiles)
-    _merge_kernel[(N, h)](
-        workspace.part,
-        workspace.stat,
-        out_NE,
-        q_start_R,
-        kv_len_R,
-        out_NE if options.sink_h is None else options.sink_h,
-        out_NE.stride(0),
-        kv_heads,
-        row_tiles(q_len, h // kv_heads, cut.rows),
-        cut.num_splits,
-        q_len,
-        G=h // kv_heads,
-        D=head_dim,
-        DP=padded_head(head_dim),
-        BM=cut.rows,
-        BN=positions,
-        SP=triton.next_power_of_2(cut.num_splits),
-        MIN_TILES=min_tiles,
-        CAUSAL=causal,
-        WINDOW=options.window or 0,
-        SINK=options.sink_h is not None,
-        IN_TURN=isinstance(cut, BulkCut),
-        PDL=pdl,
-        num_warps=1 if cut.num_splits <= 16 else 4,
-        launch_pdl=pdl,
-    )

@@ -1,5 +1,6 @@
 """Attention fed by the tensor copy engine: equal to float64, and a query's bits follow from its position alone."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -8,11 +9,13 @@ import torch
 
 from engine.attention.cuda_choice import BulkCut, bulk_cut
 from tests.gpu.attention_cases import Problem
+from tests.gpu.places import places
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from engine.kernels.attention_scan import PLAIN, AttentionOptions, padded_head
 from engine.kernels.available import copy_engine, dependent_launch
-from engine.kernels.decode_attention import Workspace, merge_splits
+from engine.kernels.merge_splits import Workspace, merge_splits
 
 QWEN = Problem(q_lens=(16,), starts=(1000,), h=32, g=8, D=128)
 PROBLEMS = [
@@ -35,6 +38,8 @@ PROBLEMS = [
 CUTS = [
     BulkCut(num_splits=16),
     BulkCut(num_splits=1, positions=64, num_stages=3),
+    BulkCut(num_splits=1, num_stages=5, groups=2),
+    BulkCut(num_splits=2, num_stages=5, groups=2, early=True),
     BulkCut(num_splits=5, positions=32, num_stages=4),
 ]
 
@@ -59,7 +64,9 @@ def _attend(
         block_table_RB=group.block_table_RB,
         causal=problem.causal,
         cut=cut,
-        workspace=Workspace.create(len(problem.q_lens) * problem.g, cut, problem.D, q.device),
+        workspace=Workspace.create(len(problem.q_lens) * problem.g, cut, problem.D, q.device)
+        if cut.num_splits > 1
+        else None,
         pdl=dependent_launch(),
     )
     return out
@@ -68,7 +75,7 @@ def _attend(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("problem", "cut"),
-    [(problem, cut) for i, cut in enumerate(CUTS) for problem in PROBLEMS[:: 1 if i < 2 else 3]],
+    [(problem, cut) for i, cut in enumerate(CUTS) for problem in PROBLEMS[:: 1 if i < 3 else 3]],
     ids=str,
 )
 def test_equals_attention_in_float64(problem: Problem, cut: BulkCut) -> None:
@@ -131,6 +138,52 @@ def test_parts_dealt_page_by_page_merge_to_the_whole(seen: int, num_splits: int)
     )
     want = torch.softmax(score * math.log(2), dim=1) @ value
     torch.testing.assert_close(out.view(h, D).double(), want, rtol=1e-5, atol=1e-5)
+
+
+MERGES = [
+    (h, g, D, queries, num_splits)
+    for num_splits in (2, 4, 8)
+    for h, g, D, queries in ((32, 8, 128, 16), (9, 3, 64, 8), (4, 4, 80, 2))
+]
+
+
+@pytest.mark.parametrize(("shape", "device"), places(MERGES, MERGES[1:3] + MERGES[-2:]))
+def test_heads_that_are_merged_together(
+    shape: tuple[int, int, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several heads of a program, their number and the splits' no divisors of each other, with a sink or without."""
+    h, g, D, queries, num_splits = shape
+    monkeypatch.setattr("engine.kernels.merge_splits.merge_heads", lambda **_: 4)
+    cut, G, DP, starts = BulkCut(num_splits=num_splits), h // g, padded_head(D), (3, 70)
+    workspace = Workspace.create(len(starts) * g, cut, D, torch.device(device))
+    workspace.part.normal_()
+    workspace.stat.uniform_(0.5, 4.0)
+    part = workspace.part.view(len(starts), g, num_splits, cut.rows, DP).double()
+    stat = workspace.stat.view(len(starts), g, num_splits, 2, cut.rows).double()
+    sink_h = torch.linspace(-1, 2, h, device=device)
+    for options in (PLAIN, AttentionOptions(sink_h=sink_h)):
+        out = torch.full((len(starts) * queries, h * D), float("nan"), device=device)
+        merge_splits(
+            workspace,
+            out,
+            q_len=queries,
+            q_start_R=torch.tensor(starts, device=device),
+            kv_len_R=torch.tensor(starts, device=device) + queries,
+            kv_heads=g,
+            head_dim=D,
+            causal=True,
+            cut=cut,
+            options=options,
+        )
+        for row, head in itertools.product(range(len(out)), range(h)):
+            sequence, query = divmod(row, queries)
+            used = min(num_splits, math.ceil((starts[sequence] + query + 1) / 16))
+            cell = query * G + head % G
+            best, total = stat[sequence, head // G, :used, :, cell].T
+            weight = torch.exp2(best)
+            whole = (weight * total).sum() + (0 if options.sink_h is None else sink_h[head].double().exp())
+            want = weight @ part[sequence, head // G, :used, cell, :D] / whole
+            torch.testing.assert_close(out[row, head * D : head * D + D].double(), want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_copy_engine_is_taken_for_few_large_heads_alone() -> None:

@@ -12,7 +12,8 @@ from tests.gpu.places import dtypes, places
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.kernels.attention_scan import PLAIN, AttentionOptions
-from engine.kernels.decode_attention import Workspace, decode_attention, row_tiles
+from engine.kernels.decode_attention import decode_attention
+from engine.kernels.merge_splits import Workspace, row_tiles
 from engine.kernels.ragged_attention import ragged_attention, ragged_tiles, uniform_tiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
