@@ -114,7 +114,7 @@ def calls_of(shape: Shape, cut: DecodeCut | BulkCut | None) -> list[Callable[[],
     if cut is None:
         return [lambda kv=kv: flash.flash_attention(q, kv[0], kv[1], group) for kv in caches]  # type: ignore[misc]
     units = R * g * row_tiles(Q, h // g, cut.rows)
-    split = isinstance(cut, BulkCut) or cut.num_splits > 1
+    split = cut.num_splits > 1
     shared: dict[str, Any] = {
         "q_len": Q,
         "q_start_R": group.q_start_R,

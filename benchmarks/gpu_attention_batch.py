@@ -67,9 +67,10 @@ SHAPES = (
     Shape(requests=128, queries=16),
     Shape(requests=8, queries=16),
     Shape(requests=128, queries=8),
+    Shape(requests=12, queries=16),
     Shape(requests=8, queries=8),
-    Shape(requests=128, queries=16, falling=True),
     Shape(requests=64, queries=16),
+    Shape(requests=128, queries=16, falling=True),
 )
 
 
@@ -105,8 +106,8 @@ def variants(shape: Shape) -> dict[str, Variant]:
     if not shape.falling:
         found["split-KV, 1 split, 4 stages"] = replace(chosen, num_splits=1, num_stages=4)
     splits_of_one = max(1, 256 // (R * KV_HEADS))
-    for splits in sorted({1, splits_of_one, max(1, splits_of_one // 2)}):
-        if R * splits >= 16:
+    for splits in sorted({1, 2, splits_of_one, max(1, splits_of_one // 2)}):
+        if 12 <= R * splits <= 64 or splits == splits_of_one:
             found[f"1 group, {splits} splits"] = BulkCut(num_splits=splits, num_stages=3)
     found["1 group, early"] = BulkCut(num_splits=splits_of_one, num_stages=3, early=True)
     found["1 group, 32 positions"] = BulkCut(num_splits=splits_of_one, positions=32, num_stages=6)

@@ -80,7 +80,7 @@ def _takes_flash(q_nhD: Tensor, k_cache: Tensor, group: AttentionGroup) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DecodePlan:
-    """workspace: of `engine.kernels.decode_attention`; None at one split of a `DecodeCut`."""
+    """workspace: of `engine.kernels.merge_splits`; None at one split."""
 
     cut: DecodeCut | BulkCut
     workspace: Any
@@ -134,7 +134,7 @@ def _decode_plan(q_nhD: Tensor, k_cache: Tensor, group: AttentionGroup) -> _Deco
     if cut is None:
         cut = decode_cut(**shape, max_kv_len=group.max_kv_len)
     units = len(group.q_lens) * g * row_tiles(group.q_lens[0], h // g, cut.rows)
-    split = isinstance(cut, BulkCut) or cut.num_splits > 1
+    split = cut.num_splits > 1
     return _DecodePlan(cut=cut, workspace=Workspace.create(units, cut, D, q_nhD.device) if split else None)
 
 
