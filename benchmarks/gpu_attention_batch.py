@@ -24,7 +24,7 @@ from torch import Tensor
 from trace_table import GpuMonitor
 
 import engine.kernels.merge_splits as merge_splits
-from engine.attention.cuda_choice import BulkCut, DecodeCut, bulk_cut, decode_cut
+from engine.attention.cuda_choice import BulkCut, DecodeCut, decode_cut
 from engine.attention.cuda_paged import num_multiprocessors
 from engine.kernels.available import copy_engine, dependent_launch
 from engine.kernels.bulk_attention import bulk_attention
@@ -68,6 +68,8 @@ SHAPES = (
     Shape(requests=8, queries=16),
     Shape(requests=128, queries=8),
     Shape(requests=12, queries=16),
+    Shape(requests=32, queries=1),
+    Shape(requests=128, queries=1),
     Shape(requests=8, queries=8),
     Shape(requests=64, queries=16),
     Shape(requests=128, queries=16, falling=True),
@@ -93,10 +95,9 @@ def variants(shape: Shape) -> dict[str, Variant]:
         "num_sms": num_multiprocessors(torch.device("cuda")) if torch.cuda.is_available() else 132,
     }
     chosen = decode_cut(**common, max_kv_len=LONGEST)
-    bulk = bulk_cut(**common, block_size=PAGE)
     found: dict[str, DecodeCut | BulkCut] = {"split-KV": chosen}
-    if bulk is not None:
-        found["bulk"] = bulk
+    if R <= 8:
+        found["bulk"] = BulkCut(num_splits=2)
     for splits in (1, 2):
         if splits != chosen.num_splits and R * splits <= 64:
             found[f"split-KV, {splits} splits"] = replace(chosen, num_splits=splits)

@@ -87,14 +87,19 @@ def bulk_cut(
 ) -> BulkCut | None:
     """How the kernel with the tensor copy engine cuts R sequences; None where it has no form, or was not seen to gain.
 
-    A program for each SM. With one program for each head and nothing split it loses to the other kernel; many sequences
-    of few queries were not measured.
+    A program for each SM: several for a head while heads are few, then two groups of warps for a head. Where heads
+    outnumber the SMs, two programs share one.
     """
     packed = queries * group
-    num_splits = min(num_sms // (sequences * kv_heads), _MOST_BULK_SPLITS)
-    if packed > 64 or head_dim != 128 or block_size % UNIT or num_splits < 2 or (sequences > 1 and packed <= 32):
+    if packed > 64 or head_dim != 128 or block_size % UNIT:
         return None
-    return BulkCut(num_splits=num_splits)
+    heads = sequences * kv_heads
+    num_splits = min(num_sms // heads, _MOST_BULK_SPLITS)
+    if num_splits >= 2:
+        return BulkCut(num_splits=num_splits) if sequences == 1 or packed > 32 else None
+    if heads <= num_sms:
+        return BulkCut(num_splits=1, num_stages=5, groups=2)
+    return BulkCut(num_splits=1, num_stages=3)
 
 
 def merge_heads(*, rows: int, heads: int, num_splits: int) -> int:

@@ -204,7 +204,9 @@ def test_the_copy_engine_is_taken_for_few_large_heads_alone() -> None:
         {"head_dim": 64},
         {"head_dim": 256},
         {"block_size": 24},
-        {"sequences": 16},
         {"sequences": 2, "queries": 8},
     ):
         assert bulk_cut(**(shape | other), num_sms=132) is None, other
+    for sequences, groups in ((16, 2), (17, 1), (128, 1)):
+        cut = bulk_cut(**(shape | {"sequences": sequences}), num_sms=132)
+        assert cut is not None and cut.num_splits == 1 and cut.groups == groups, sequences
