@@ -6,7 +6,7 @@ Shapes of Qwen3-8B. A CUDA graph holds layers, each of the products before atten
 row kernel and the attention of that layer's own cache; pages lie scattered in pools of gigabytes and requests are of
 unequal lengths. The time of an attention is the difference from the same graph without it, over the layers, in medians
 of rounds in which all kernels take turns. `wrong` counts outputs that differ from the split-KV kernel's by more than
-bfloat16 explains, or from the kernel's own with the requests in another order.
+bfloat16 explains (`off`), or from the kernel's own with the requests in another order (`other_bits`).
 """
 
 import argparse
@@ -37,7 +37,7 @@ HIDDEN, QKV, GATE_UP = 4096, 6144, 24576
 LAYERS, WEIGHTS = 16, 4
 POOL_PAGES = 24576  # of K, and of V, of a layer: 0.8 GB
 SHORTEST, LONGEST = 400, 1000
-ROUNDS, REPLAYS, WARM_S = 7, 2, 0.12
+ROUNDS, REPLAYS, WARM_S = 9, 2, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,35 +239,39 @@ def elapsed_us(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end) * 1e3 / REPLAYS
 
 
-def num_wrong(layers: Layers, shape: Shape, variant: Variant, expected: Tensor) -> int:
-    _use(variant)
+def wrong_of(layers: Layers, shape: Shape, variant: Variant, expected: Tensor) -> dict[str, int]:
+    """Outputs that are too far off, and outputs with other bits when the requests stand in another order."""
     out, call = layers.attention(shape, variant)
     out.fill_(float("nan"))
     call(0)
-    wrong = (~((out.float() - expected.float()).abs() <= 0.0006 + 0.01 * expected.float().abs())).sum()
+    off = (out.float() - expected.float()).abs() / (0.001 + 0.02 * expected.float().abs())
     order = torch.randperm(shape.requests, generator=torch.Generator().manual_seed(3)).tolist()
     other, call = layers.attention(shape, variant, order=order)
     call(0)
     back = torch.empty_like(out).view(shape.requests, -1)
     back[order] = other.view(shape.requests, -1)
-    return int(wrong) + int((back.view_as(out) != out).sum())
+    found = {"off": int((~(off <= 1)).sum()), "other_bits": int((back.view_as(out) != out).sum())}
+    return {name: count for name, count in found.items() if count}
 
 
 def measure(layers: Layers, shape: Shape, monitor: GpuMonitor) -> dict[str, object]:
     graphs = {"nothing": graph_of(layers, shape.rows, None)}
-    wrong: dict[str, int | str] = {}
+    wrong: dict[str, object] = {}
     found = variants(shape)
     expected, call = layers.attention(shape, next(iter(found.values())))
     call(0)
+    kept = []  # what the graphs read
     for name, variant in found.items():
+        _use(variant)
         try:
-            wrong[name] = num_wrong(layers, shape, variant, expected)
-            graphs[name] = graph_of(layers, shape.rows, layers.attention(shape, variant)[1])
+            wrong[name] = wrong_of(layers, shape, variant, expected)
+            kept.append(layers.attention(shape, variant))
+            graphs[name] = graph_of(layers, shape.rows, kept[-1][1])
         except Exception as error:
             wrong[name] = repr(error)[:300]
     warm = time.perf_counter()
     while time.perf_counter() < warm + WARM_S:
-        elapsed_us(graphs["nothing"])
+        elapsed_us(graphs["split-KV"])
     started = time.perf_counter()
     times: dict[str, list[float]] = {name: [] for name in graphs}
     names = list(graphs)
@@ -275,17 +279,18 @@ def measure(layers: Layers, shape: Shape, monitor: GpuMonitor) -> dict[str, obje
         shift = round_ * len(names) // ROUNDS
         for name in names[shift:] + names[:shift]:
             times[name].append(elapsed_us(graphs[name]))
-    base = statistics.median(times.pop("nothing"))
-    us = {name: round((statistics.median(t) - base) / LAYERS, 2) for name, t in times.items()}
+    base = times.pop("nothing")
+    more = {name: [(t - b) / LAYERS for t, b in zip(taken, base, strict=True)] for name, taken in times.items()}
+    us = {name: round(statistics.median(t), 2) for name, t in more.items()}
     bytes_read = 4 * KV_HEADS * HEAD_DIM * sum(shape.lengths)
     return {
         **asdict(shape),
         "mean_length": round(statistics.mean(shape.lengths), 1),
         "floor_us": round(bytes_read / READ_BYTES_PER_S * 1e6, 2),
-        "products_us": round(base / LAYERS, 2),
+        "products_us": round(statistics.median(base) / LAYERS, 2),
         "gpu": monitor.since(started),
         "us": us,
-        "spread_us": {n: round((max(t) - min(t)) / LAYERS, 2) for n, t in times.items()},
+        "spread_us": {name: round(max(t) - min(t), 2) for name, t in more.items()},
         "best": min(us, key=lambda name: us[name]),
         "wrong": {name: count for name, count in wrong.items() if count},
     }
