@@ -1,7 +1,7 @@
 """Which attention kernel a call takes on CUDA, and how it is cut. Pure arithmetic on shapes, so that a graph is stable.
 
-The constants were chosen from `benchmarks/gpu_attention.py`; what a line of its result says about a shape, this file
-does. Shapes: R sequences, Q queries of each, G query heads per KV head, g KV heads, D head size.
+The constants were chosen from `benchmarks/gpu_attention.py` and `gpu_attention_batch.py`; what a line of their results
+says about a shape, this file does. Shapes: R sequences, Q queries of each, G query heads per KV head, g KV heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ MAX_DECODE_QUERIES = 32  # uniform groups of at most so many queries take the sp
 _TILE_ROWS = (16, 32, 64, 128)
 _MOST_SPLITS = 128
 _MOST_BULK_SPLITS = 32  # of few KV heads: the merge of more takes longer than they gain
+_MOST_LONE_MERGES = 2048  # programs that merge a head each
 UNIT = 16  # positions that a copy of the tensor copy engine brings: pages are multiples of it
 _SHORT_KV_LEN = 8192  # between 4,096 positions, where short tiles gain, and 16,384, where they lose
 
@@ -30,8 +31,7 @@ class DecodeCut:
 class BulkCut:
     """Of the kernel fed by the tensor copy engine.
 
-    num_splits: programs of a KV head; positions, rows: of a tile; groups: of warps that compute; early: lengths and
-    blocks are read before the kernel ahead has ended.
+    num_splits: programs of a KV head; positions, rows: of a tile; groups: of warps that compute, each its own tiles.
     """
 
     num_splits: int
@@ -39,7 +39,6 @@ class BulkCut:
     num_stages: int = 4
     rows: int = 64
     groups: int = 1
-    early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,26 +86,25 @@ def bulk_cut(
 ) -> BulkCut | None:
     """How the kernel with the tensor copy engine cuts R sequences; None where it has no form, or was not seen to gain.
 
-    A program for each SM: several for a head while heads are few, then two groups of warps for a head. Where heads
-    outnumber the SMs, two programs share one.
+    A program for each SM: several for a head while heads are few, then one with two groups of warps. Where heads
+    outnumber the SMs, two programs share one. Few queries of few sequences were not measured.
     """
     packed = queries * group
+    heads = sequences * kv_heads
     if packed > 64 or head_dim != 128 or block_size % UNIT:
         return None
-    heads = sequences * kv_heads
-    num_splits = min(num_sms // heads, _MOST_BULK_SPLITS)
-    if num_splits >= 2:
-        return BulkCut(num_splits=num_splits) if sequences == 1 or packed > 32 else None
+    if sequences > 1 and packed <= (32 if 2 * heads <= num_sms else 16):
+        return None
+    if 2 * heads <= num_sms:
+        return BulkCut(num_splits=min(num_sms // heads, _MOST_BULK_SPLITS))
     if heads <= num_sms:
         return BulkCut(num_splits=1, num_stages=5, groups=2)
     return BulkCut(num_splits=1, num_stages=3)
 
 
 def merge_heads(*, rows: int, heads: int, num_splits: int) -> int:
-    """Heads of a program of the merge: one while they are few, else as many as keep its threads busy."""
-    if rows * heads <= 2048 or num_splits > 8:
-        return 1
-    return min(32 // num_splits, 1 << (heads - 1).bit_length())
+    """Heads of a program of the merge: one where programs are few or have many splits to add, else four."""
+    return 1 if rows * heads <= _MOST_LONE_MERGES or num_splits > 8 else 4
 
 
 def ragged_cut(*, rows: int, group: int, kv_heads: int, num_sms: int) -> RaggedCut:

@@ -51,7 +51,6 @@ def _attend(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """Attention of every GROUPS-th tile of a split's `left` units. longest: the positions of all rows.
 
@@ -99,8 +98,6 @@ def _attend(
     q_row = sequence * Q + m // G
     column = (kv_head * G + m % G) * D
     if GROUP == 0:
-        if EARLY:
-            gdc_wait()
         at = q_row * q_row_stride + column
         q_tile.store(gl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None], other=0.0))
         fence_async_shared()
@@ -217,14 +214,12 @@ def _bulk_kernel(
     SHARED: gl.constexpr,
     PAIRS: gl.constexpr,
     LINE: gl.constexpr,
-    EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
     UNITS: gl.constexpr = BN // UNIT_ROWS
     HALVES: gl.constexpr = D // HALF
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    AHEAD: gl.constexpr = EARLY and PDL
     k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], SHARED)
     v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], SHARED)
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BM, D], SHARED)
@@ -249,8 +244,7 @@ def _bulk_kernel(
     fence_async_shared()
     if PDL:
         gdc_launch_dependents()  # what follows waits, too: see `engine.kernels.device_ops.begin`
-        if not EARLY:
-            gdc_wait()
+        gdc_wait()
     head_of_all, split = gl.program_id(0), gl.program_id(1)
     sequence = head_of_all // kv_heads
     kv_head = head_of_all % kv_heads
@@ -308,14 +302,13 @@ def _bulk_kernel(
             split,
             num_splits,
             left,
-            start,
         )
         if GROUPS > 1:
             gl.warp_specialize(
                 [
-                    (_attend, (shared, G, D, BM, BN, CAUSAL, DIRECT, STAGES, GROUPS, FIRST, AHEAD)),
-                    (_attend, (shared, G, D, BM, BN, CAUSAL, DIRECT, STAGES, GROUPS, SECOND, AHEAD)),
-                    (bring, (brought, PAGE, UNITS, D, STAGES, AHEAD)),
+                    (_attend, (shared, G, D, BM, BN, CAUSAL, DIRECT, STAGES, GROUPS, FIRST)),
+                    (_attend, (shared, G, D, BM, BN, CAUSAL, DIRECT, STAGES, GROUPS, SECOND)),
+                    (bring, (brought, PAGE, UNITS, D, STAGES)),
                 ],
                 [4, 1],
                 [168, 40],
@@ -323,8 +316,8 @@ def _bulk_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (_attend, (shared, G, D, BM, BN, CAUSAL, DIRECT, STAGES, GROUPS, FIRST, AHEAD)),
-                    (bring, (brought, PAGE, UNITS, D, STAGES, AHEAD)),
+                    (_attend, (shared, G, D, BM, BN, CAUSAL, DIRECT, STAGES, GROUPS, FIRST)),
+                    (bring, (brought, PAGE, UNITS, D, STAGES)),
                 ],
                 [1],
                 [40],
@@ -389,7 +382,6 @@ def bulk_attention(
         SHARED=_SHARED,
         PAIRS=_PAIRS,
         LINE=_LINE,
-        EARLY=cut.early,
         PDL=pdl,
         num_warps=4,
         maxnreg=_MAX_REGISTERS,

@@ -6,7 +6,6 @@ It runs as many tiles ahead as shared memory has room for.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.extra.cuda import gdc_wait
 
 from engine.attention.cuda_choice import UNIT
 
@@ -48,12 +47,8 @@ def bring(
     UNITS: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
-    """Brings a split's `left` units of one head, tile by tile. rows: of its first tile.
-
-    EARLY: what lies below `start` before the kernel ahead has ended, which writes positions from there on.
-    """
+    """Brings a split's `left` units of one head, tile by tile. rows: of its first tile."""
     (
         k_desc,
         v_desc,
@@ -69,13 +64,10 @@ def bring(
         split,
         num_splits,
         left,
-        start,
     ) = brought
     unit = split
     for tile in range((left + UNITS - 1) // UNITS):
         stage = tile % STAGES
-        if EARLY and (unit + (UNITS - 1) * num_splits + 1) * UNIT_ROWS > start:
-            gdc_wait()
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
         first = stage * UNITS * (D // HALF)
         _ask(k_desc, rows, column, k_units, first, k_full.index(stage), left, UNITS, D)

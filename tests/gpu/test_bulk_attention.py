@@ -39,7 +39,7 @@ CUTS = [
     BulkCut(num_splits=16),
     BulkCut(num_splits=1, positions=64, num_stages=3),
     BulkCut(num_splits=1, num_stages=5, groups=2),
-    BulkCut(num_splits=2, num_stages=5, groups=2, early=True),
+    BulkCut(num_splits=2, num_stages=5, groups=2),
     BulkCut(num_splits=5, positions=32, num_stages=4),
 ]
 
@@ -205,8 +205,10 @@ def test_the_copy_engine_is_taken_for_few_large_heads_alone() -> None:
         {"head_dim": 256},
         {"block_size": 24},
         {"sequences": 2, "queries": 8},
+        {"sequences": 16, "queries": 4},
     ):
         assert bulk_cut(**(shape | other), num_sms=132) is None, other
-    for sequences, groups in ((16, 2), (17, 1), (128, 1)):
-        cut = bulk_cut(**(shape | {"sequences": sequences}), num_sms=132)
-        assert cut is not None and cut.num_splits == 1 and cut.groups == groups, sequences
+    for sequences, groups in ((9, 2), (16, 2), (17, 1), (128, 1)):
+        for queries in (8, 16):
+            cut = bulk_cut(**(shape | {"sequences": sequences, "queries": queries}), num_sms=132)
+            assert cut is not None and cut.num_splits == 1 and cut.groups == groups, sequences
