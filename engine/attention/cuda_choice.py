@@ -1,7 +1,9 @@
 """Which attention kernel a call takes on CUDA, and how it is cut. Pure arithmetic on shapes, so that a graph is stable.
 
 The constants were chosen from `benchmarks/gpu_attention.py` and `gpu_attention_batch.py`; what a line of their results
-says about a shape, this file does. Shapes: R sequences, Q queries of each, G query heads per KV head, g KV heads, D head size.
+says about a shape, this file does.
+
+Shapes: R sequences, Q queries of each, G query heads per KV head, g KV heads, D head size.
 """
 
 from dataclasses import dataclass
