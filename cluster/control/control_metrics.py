@@ -39,7 +39,7 @@ class ControlMetrics:
         self._changes.set(state.num_changes, self._tags)
         self._held.set(state.held is not None, self._tags)
         for key, line in state.live_lines.items():
-            self._set_draft_lens(key[0], line.schedule)
+            self._set_draft_lens(key.accelerator, line.schedule)
         for width, belief in state.beliefs.items():
             for position, hazard in enumerate(belief.hazards):
                 tags = {**self._tags, "block_width": str(width), "position": str(position)}

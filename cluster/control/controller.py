@@ -217,7 +217,7 @@ class SpeculationController:
         for key, line in self._state.live_lines.items():
             for bound, verdict in line.verdicts.items():
                 if verdict.changes:
-                    logger.info("%s, batch size up to %d: %s", key[0], bound, verdict.reason)
+                    logger.info("%s, batch size up to %d: %s", key.accelerator, bound, verdict.reason)
 
     def _end(self, reason: str) -> None:
         logger.info("The speculation controller of %s:%s ends: %s", self._app, self._deployment, reason)

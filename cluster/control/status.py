@@ -69,7 +69,7 @@ def status_of(state: ControlState, *, app: str, deployment: str, now: float) -> 
         hazards={width: tuple(float(hazard) for hazard in belief.hazards) for width, belief in state.beliefs.items()},
         lines=tuple(
             LineStatus(
-                accelerator=key[0],
+                accelerator=key.accelerator,
                 bounds=_bounds(line.schedule, line.verdicts, now),
                 num_replicas=sum(replica.line is line for replica in state.replicas.values()),
             )

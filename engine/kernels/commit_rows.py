@@ -1,7 +1,7 @@
-"""Verify, commit and everything of D that follows from it, for decode rows, in one launch.
+"""Verify, commit and everything of D that follows from it, for decode rows and pieces of prompts, in one launch.
 
 Each row is one program, its columns one vector. What is computed is told by the torch forms in
-`engine.sampling.verify`, `engine.runner.draft_program` and `engine.runner.batch`. Shapes as in `row_state` beside this.
+`engine.sampling.verify` and `engine.runner` (`draft_program`, `batch`, `piece_rows`). Shapes as in `row_state`.
 """
 
 import triton

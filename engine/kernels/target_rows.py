@@ -1,7 +1,7 @@
-"""T's inputs of decode rows in one launch, and the new drafts' way into the slots in another.
+"""T's inputs of decode rows and pieces of prompts in one launch, the new drafts' way into the slots in another.
 
 Each row is one program, its columns one vector. What is computed is told by the torch forms in
-`engine.runner.batch` and `engine.runner.draft_program`. Shapes as in `engine.kernels.row_state`.
+`engine.runner` (`batch`, `piece_rows`, `draft_program`). Shapes as in `engine.kernels.row_state`.
 """
 
 import triton

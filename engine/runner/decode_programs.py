@@ -48,16 +48,16 @@ class Variant(enum.Enum):
         return cls.DRAW if traits & (SlotTraits.DRAWS | SlotTraits.MASKS_STOPS) else cls.GREEDY
 
 
-def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Ascending: powers of two, from 8 on with two values between, and max_num_seqs itself.
+def row_buckets(largest: int) -> tuple[int, ...]:
+    """Ascending: powers of two, from 8 on with two values between, and the largest itself.
 
     A batch pays for its bucket's rows. Beyond 8 requests of 8 tokens or more a GPU computes longer than it reads, so
     rows cost time there; recording another bucket costs a tenth of a second. Seven quarters of a power would cost what
     the next power does, in products by cuBLAS on an H200 (`benchmarks/gpu_sizes.py`): 224 rows 165 us, 256 160.
     """
-    powers = [1 << n for n in range(max_num_seqs.bit_length())]
+    powers = [1 << n for n in range(largest.bit_length())]
     between = [power * quarter // 4 for power in powers if power >= 8 for quarter in (5, 6)]
-    return tuple(sorted({*[n for n in (*powers, *between) if n < max_num_seqs], max_num_seqs}))
+    return tuple(sorted({*[n for n in (*powers, *between) if n < largest], largest}))
 
 
 # Few for mixed steps, to have few programs: of those that draw, the one that suits all.
@@ -237,12 +237,15 @@ class DecodePrograms:
         }
 
     def record(self, progress: Callable[[str], None]) -> None:
-        """Records every pair, the largest first, so that the smaller ones fit into its memory."""
+        """Records every pair, that of the most tokens first, so that the others fit into its memory.
+
+        In another order each that is larger than those before takes memory of its own, and keeps it.
+        """
         started = time.perf_counter()
-        for number, key in enumerate(sorted(self._pairs, reverse=True)):
-            rows, width = key
-            progress(f"recording decode programs: {number + 1} of {len(self._pairs)} ({rows} rows, {width} drafts)")
-            pair = self._pairs[key]
+        pairs = sorted(self._pairs.values(), key=lambda pair: pair.shape.num_tokens, reverse=True)
+        for number, pair in enumerate(pairs):
+            rows, width = pair.shape.num_rows, pair.shape.width
+            progress(f"recording decode programs: {number + 1} of {len(pairs)} ({rows} rows, {width} drafts)")
             self.upload.send(pair.shape, limit=0)
             pair.record(self._recorder)
         logger.info(

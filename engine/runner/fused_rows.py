@@ -1,7 +1,8 @@
 """The integer work around T and D as three calls of compiled kernels instead of some 150 of torch's.
 
-On CUDA for decode rows in programs of fixed shapes, on the CPU for steps of decode rows alone; everything else takes
-the torch forms in `batch`, `draft_program` and `engine.sampling.verify`, which these kernels are tested against.
+On CUDA for programs of fixed shapes, pieces of prompts included, on the CPU for steps of decode rows alone; everything
+else takes the torch forms in `batch`, `piece_rows`, `draft_program` and `engine.sampling.verify`, which these kernels
+are tested against.
 """
 
 from __future__ import annotations  # annotations only, of classes that refer to this one

@@ -38,6 +38,11 @@ class ProgramShape:
     takes_pieces: bool
 
     @property
+    def num_tokens(self) -> int:
+        """Of its forward."""
+        return self.num_rows * (self.width + 1)
+
+    @property
     def first_size(self) -> int:
         """Where the sizes of pieces begin."""
         return 1 + self.num_rows + 2 * num_table_entries(self.num_rows)

@@ -10,15 +10,15 @@ import msgspec
 
 
 class StepCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one program: batch-size bucket (inclusive upper bound) and verify length K.
+    """Steps of the programs of one batch-size bucket (inclusive upper bound) and verify length K.
 
     rows, tokens:     live rows over all steps, and the tokens they emitted.
     decode_steps, decode_time_s: steps without prefill rows whose verify and draft lengths were equal (the steady
-        program), and their device seconds.
+        programs), and their device seconds.
     at_risk[j-1]:     rows whose own k >= j and whose first j-1 drafts were accepted.
     accepted[j-1]:    those of them whose draft j was accepted. A block cut by a stop is at risk up to the cut.
     shadow_at_risk, shadow_accepted: the same for drafts that were compared instead of verified, of blocks made in steps
-        of this program (`engine.speculative.shadow`): positions behind the row's own k. No draft counts in both.
+        of these programs (`engine.speculative.shadow`): positions behind the row's own k. No draft counts in both.
     """
 
     batch_bucket: int
@@ -74,7 +74,7 @@ class CounterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batch_bucket(num_rows: int, max_num_seqs: int) -> int:
-    """The bucket of a batch size: the next power of two, at most max_num_seqs."""
+    """The bucket of a batch size: the next power of two, at most max_num_seqs. Coarser than the programs' own."""
     return min(1 << (num_rows - 1).bit_length(), max_num_seqs) if num_rows else 0
 
 

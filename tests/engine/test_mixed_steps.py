@@ -5,6 +5,7 @@ the eager engine, which knows no pieces. Counts say that mixed steps were really
 """
 
 import random
+import re
 
 import pytest
 import torch
@@ -214,3 +215,14 @@ def test_a_runner_without_programs_of_mixed_steps_takes_none(models, monkeypatch
     with LLM(str(target), speculative_config=spec, decode_programs="repeated", **options) as llm:
         programs = llm._rank.runner._decode_programs
         assert programs._mixed_buckets == {2: [5], 7: [5]}
+
+
+def test_programs_of_many_tokens_are_recorded_first(models):
+    """Most rows are those of short drafts; were these first, every longer program would take memory of its own."""
+    with build(models, "repeated") as llm, torch.inference_mode():
+        programs, phases = llm._rank.runner._decode_programs, []
+        programs.record(phases.append)
+    shapes = [tuple(map(int, re.search(r"\((\d+) rows, (\d+) drafts\)", phase).groups())) for phase in phases]
+    tokens = [rows * (width + 1) for rows, width in shapes]
+    assert set(shapes) == set(programs._pairs) and len(shapes) == len(programs._pairs)
+    assert tokens == sorted(tokens, reverse=True) and shapes != sorted(shapes, reverse=True)
