@@ -119,8 +119,7 @@ def _attend(
     total = gl.zeros([BM], gl.float32, ROW)
     values = gl.zeros([BM, D], gl.float32, VALUE)
     for tile in range(GROUP, (left + UNITS - 1) // UNITS, GROUPS):
-        stage = tile % STAGES
-        phase = (tile // STAGES) & 1
+        stage, phase = tile % STAGES, (tile // STAGES) & 1
         end = (split + (tile * UNITS + UNITS - 1) * num_splits + 1) * UNIT_ROWS
         mbarrier.wait(k_full.index(stage), phase)
         score = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -243,11 +242,10 @@ def _bulk_kernel(
         other_stat = gl.allocate_shared_memory(gl.float32, [2, BM], LINE)
     fence_async_shared()
     if PDL:
-        gdc_launch_dependents()  # what follows waits, too: see `engine.kernels.device_ops.begin`
         gdc_wait()
+        gdc_launch_dependents()
     head_of_all, split = gl.program_id(0), gl.program_id(1)
-    sequence = head_of_all // kv_heads
-    kv_head = head_of_all % kv_heads
+    sequence, kv_head = head_of_all // kv_heads, head_of_all % kv_heads
     start = gl.load(start_ptr + sequence).to(gl.int32)
     kv_len = gl.load(kv_len_ptr + sequence).to(gl.int32)
     table_ptr += sequence * table_stride

@@ -75,7 +75,7 @@ def _merge_kernel(
     PDL: tl.constexpr,
 ):
     """One program merges one head of a query over all splits at once, or HEADS of them split by split."""
-    begin(PDL, IN_TURN)
+    begin(PDL)
     query_row = tl.program_id(0)
     sequence, query = query_row // Q, query_row % Q
     start = tl.load(start_ptr + sequence).to(tl.int32)

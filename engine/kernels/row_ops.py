@@ -118,10 +118,9 @@ def _rotate_and_write_kernel(
     HALF_PADDED: tl.constexpr,
     HEAD_NORM: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """One program takes HEADS heads of one row and layer."""
-    begin(PDL, EARLY)
+    begin(PDL)
     HALF: tl.constexpr = D // 2
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
@@ -281,11 +280,10 @@ def rotate_and_write(
     num_layers: int = 1,
     head_norm: tuple[Tensor, float] | None,
     pdl: bool = False,
-    early: bool = False,
 ) -> Tensor:
     """qkv [N, L * (h + 2g) * D] -> rotated q [N, h, D]; rotated k and v are written to the caches' slots.
 
-    The arguments are those of `engine.kernels.head_gemm.head_gemm`, the projection done. early: of `begin`.
+    The arguments are those of `engine.kernels.head_gemm.head_gemm`, the projection done.
     """
     (k_cache, v_cache), (cos, sin) = kv, angles
     g, D = k_cache.shape[-2:]
@@ -321,7 +319,6 @@ def rotate_and_write(
             HALF_PADDED=triton.next_power_of_2(D // 2),
             HEAD_NORM=head_norm is not None,
             PDL=pdl,
-            EARLY=early,
             num_warps=4,
             launch_pdl=pdl,
         )

@@ -123,12 +123,8 @@ class CudaRows:
         norm_weight: Tensor | None,
         eps: float,
         num_layers: int = 1,
-        early: bool = False,
     ) -> Tensor:
-        """qkv [N, L * (h + 2g) * D] -> rotated q [N, h, D]; rotated k and v of every layer go to the caches' slots.
-
-        early: lets the next kernel start before the wait for the one before.
-        """
+        """qkv [N, L * (h + 2g) * D] -> rotated q [N, h, D]; rotated k and v of every layer go to the caches' slots."""
         from engine.kernels.row_ops import rotate_and_write
 
         return rotate_and_write(
@@ -140,7 +136,6 @@ class CudaRows:
             num_layers=num_layers,
             head_norm=None if norm_weight is None else (norm_weight, eps),
             pdl=self.pdl,
-            early=early,
         )
 
     def shard_argmax(self, score_NV: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
@@ -311,14 +306,7 @@ class CudaRows:
             qkv = scaled.x_MK.new_empty(N, layer.qkv.shape[0])
             self._product(scaled, layer.qkv, qkv, bias=layer.qkv_bias, count=layer.qkv_count)
             return self.rotate_and_write(
-                qkv,
-                angles,
-                slots_N,
-                kv,
-                num_heads=layer.num_heads,
-                norm_weight=layer.qk_norm,
-                eps=layer.eps,
-                early=True,
+                qkv, angles, slots_N, kv, num_heads=layer.num_heads, norm_weight=layer.qk_norm, eps=layer.eps
             )
         q_NhD = scaled.x_MK.new_empty(N, layer.num_heads, layer.head_dim)
         head_gemm(
