@@ -12,6 +12,7 @@ import torch
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 from engine.runner.runner import ModelRunner
+from engine.step import PrefillChunk, StepPlan
 from tests.engine.drafting import mixed_truth
 from tests.engine.mixed_steps import Arrival, Run, arrivals, context_rows, run
 from tests.engine.test_decode_programs import build
@@ -201,8 +202,8 @@ def test_two_ranks(models):
     assert len(got.mixed) > 3
 
 
-def test_a_runner_without_programs_of_mixed_steps_takes_none(models, monkeypatch):
-    """As one whose memory is measured: it has some pairs alone."""
+def test_steps_without_a_program_large_enough_are_not_mixed(models, monkeypatch):
+    """In a runner of few pairs, as one whose memory is measured has them."""
     target, drafter = models
     made = ModelRunner.__init__
 
@@ -215,6 +216,11 @@ def test_a_runner_without_programs_of_mixed_steps_takes_none(models, monkeypatch
     with LLM(str(target), speculative_config=spec, decode_programs="repeated", **options) as llm:
         programs = llm._rank.runner._decode_programs
         assert programs._mixed_buckets == {2: [5], 7: [5]}
+        cases = [(2, 12, True), (2, 13, False), (7, 32, True), (7, 33, False), (1, 2, False)]
+        for draft_len, num_tokens, takes in cases:
+            chunk = PrefillChunk(slot=1, start=0, token_ids=(0,) * num_tokens, samples=True)
+            plan = StepPlan(step_id=1, verify_len=0, draft_len=draft_len, decode_slots=(0,), prefill=(chunk,))
+            assert programs.takes_mixed(plan) == takes, plan
 
 
 def test_programs_of_many_tokens_are_recorded_first(models):

@@ -9,11 +9,9 @@ from engine import SamplingParams
 from engine.runner.fused_rows import FusedRows
 from tests.engine.mixed_steps import arrivals, context_rows, run
 from tests.engine.test_decode_programs import build
-from tests.engine.test_mixed_steps import CHANGING, kinds
+from tests.engine.test_mixed_steps import ALWAYS, CHANGING, kinds
 from tests.gpu.places import places
 from tests.gpu.test_decode_graphs import exact_float32, models  # noqa: F401  (fixtures)
-
-ALWAYS = {0: {5: 2}}
 
 
 @pytest.mark.gpu
