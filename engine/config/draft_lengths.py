@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Sequence
+from numbers import Integral
 
 from engine.config.decoding import DFlashDecodingConfig
 from engine.speculative.schedule import round_down
@@ -38,11 +39,13 @@ def resolve_choices(max_draft_len: int, given: Sequence[int] | None) -> tuple[in
     """The program widths, ascending, from 0 to max_draft_len.
 
     Raises:
-        ValueError: given widths that do not ascend strictly from 0 to max_draft_len.
+        ValueError: given widths that are no whole numbers, or do not ascend strictly from 0 to max_draft_len.
     """
     if given is None:
         return tuple(sorted({*(choice for choice in DEFAULT_CHOICES if choice <= max_draft_len), max_draft_len}))
     choices = tuple(given)
+    if any([isinstance(choice, bool) or not isinstance(choice, Integral) for choice in choices]):
+        raise ValueError(f"draft_len_choices: must be whole numbers, got {list(choices)}")
     if not choices or choices[0] != 0 or any(a >= b for a, b in itertools.pairwise(choices)):
         raise ValueError(f"draft_len_choices: must ascend strictly and start with 0, got {list(choices)}")
     if choices[-1] != max_draft_len:

@@ -5,6 +5,7 @@ Everything a user asked for ends in the result, in a refusal that names the fiel
 
 import logging
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, cast
 
@@ -117,6 +118,7 @@ def resolve_engine_config(
             "num_blocks": num_blocks,
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
         },
+        whole={"max_model_len": max_model_len, "draft_block_width": draft_block_width},
         machine=found,
     )
     if speculative_config is not None:
@@ -245,6 +247,7 @@ def _check_options(
     load_format: str,
     pipeline_depth: int | None,
     at_least_one: dict[str, int | None],
+    whole: dict[str, int | None],
     machine: Machine,
 ) -> None:
     _one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
@@ -252,6 +255,9 @@ def _check_options(
     _one_of("hidden_state_gather", hidden_state_gather, ("taps", "fused"))
     _one_of("drafter_weights", drafter_weights, ("auto", "model", "int8"))
     _one_of("load_format", load_format, _LOAD_FORMATS)
+    for name, value in (at_least_one | whole).items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ValueError(f"{name}: must be a whole number, got {value!r}")
     if pipeline_depth not in (None, 0, 1):
         raise ValueError(f"pipeline_depth: must be 0 or 1, got {pipeline_depth!r}")
     for name, value in at_least_one.items():
