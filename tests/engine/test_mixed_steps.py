@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.runner import decode_programs, pieces
+from engine.runner.decode_programs import row_buckets
 from engine.runner.runner import ModelRunner
 from engine.step import PrefillChunk, StepPlan
 from tests.engine.drafting import mixed_truth
@@ -193,6 +195,44 @@ def test_kv_of_both_models_is_what_the_prompts_own_programs_write(models, last_s
     assert (lens, drafts) == (other_lens, other_drafts) and sum(lens) > 60
     for a, b in zip(own, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        ([0, 1], dict(max_num_seqs=2, max_num_batched_tokens=16, block_size=1, num_blocks=240)),
+        ([0, 4], dict(max_num_seqs=7, max_num_batched_tokens=23, block_size=16, num_blocks=40, draft_block_width=6)),
+        ([0, 2, 5], dict(max_num_seqs=3, max_num_batched_tokens=200, block_size=4, num_blocks=60)),
+    ],
+    ids=str,
+)
+def test_other_shapes_at_the_limits_of_what_is_mixed(models, monkeypatch, lengths, shape):
+    """Chunks far behind, or more than the largest program holds, run as before; all that could be mixed is."""
+    monkeypatch.setattr(pieces, "_FARTHEST_START", 20)
+    monkeypatch.setattr(pieces, "PROMPT_TOKENS", 24)
+    monkeypatch.setattr(decode_programs, "saves_time", lambda *_: True)
+    target, drafter = models
+    longest = lengths[-1]
+    requests = arrivals(12, kinds(14, seed=12), longest=60)
+    for index, request in enumerate(requests[::3]):
+        request.prompt = [(7 * n) % 200 for n in range((1, longest + 1, 2 * (longest + 1), 40, 17)[index])]
+    found = []
+    for programs in ("eager", "repeated"):
+        spec = DFlashDecodingConfig(max_draft_len=longest, speculative_model=str(drafter))
+        options = dict(dtype="float32", max_model_len=96, draft_len_choices=lengths, threads=1, **shape)
+        with LLM(str(target), speculative_config=spec, decode_programs=programs, **options) as llm:
+            found.append(run(llm, requests, schedules={0: {shape["max_num_seqs"]: longest}}))
+            llm.core.check_integrity()
+    want, got = found
+    assert (got.tokens, got.reasons) == (want.tokens, want.reasons)
+    mixed = {plan.step_id for plan in got.mixed}
+    both_kinds = [plan for plan in got.plans if plan.decode_slots and plan.prefill]
+    largest = max(row_buckets(pieces.most_rows(shape["max_num_seqs"], longest)))
+    for plan in both_kinds:
+        is_far = any(chunk.start > 20 for chunk in plan.prefill)
+        fits = len(plan.decode_slots) + pieces.num_pieces(plan.prefill, longest) <= largest
+        assert (plan.step_id in mixed) == (fits and not is_far), plan
+    assert 2 < len(mixed) < len(both_kinds)
 
 
 @pytest.mark.slow
