@@ -17,6 +17,7 @@ from engine.attention import flash
 from engine.attention.context import AttentionContext, AttentionGroup
 from engine.attention.cuda_choice import (
     MAX_DECODE_QUERIES,
+    UNIT,
     BulkCut,
     DecodeCut,
     bulk_cut,
@@ -50,6 +51,48 @@ def cuda_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: A
     for group in ctx.groups:
         rows = slice(group.first_row, group.first_row + group.num_rows)
         _group_attention(q_NhD[rows], k_cache, v_cache, group, out_NE[rows])
+    return out_NE
+
+
+def takes_unturned(rows: int, num_heads: int, k_cache: Tensor, ctx: AttentionContext) -> bool:
+    """Whether `unturned_attention` takes so many rows and query heads: one group of decode, by the copy engine."""
+    if len(ctx.groups) != 1 or ctx.groups[0].num_rows != rows or not _is_short(ctx.groups[0]):
+        return False
+    cut = _bulk_cut(num_heads, k_cache, ctx.groups[0])
+    return cut is not None and ctx.groups[0].q_lens[0] <= UNIT * (cut.num_splits - 1)
+
+
+def unturned_attention(
+    heads_NhD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ctx: AttentionContext,
+    *,
+    angles: tuple[Tensor, Tensor],
+    norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """`cuda_paged_attention` of heads [N, h + 2g, D] that are not yet normed and rotated; writes K and V to the cache.
+
+    Launched right behind the product that makes the heads. Only where `takes_unturned`.
+    """
+    from engine.kernels.bulk_attention import bulk_attention
+    from engine.kernels.turn_heads import Unturned
+
+    N, heads, D = heads_NhD.shape
+    h, (group,) = heads - 2 * k_cache.shape[2], ctx.groups
+    out_NE = heads_NhD.new_empty(N, h * D)
+    plan = _plan_of(heads_NhD[:, :h], k_cache, group)
+    assert isinstance(plan.cut, BulkCut)
+    bulk_attention(
+        heads_NhD,
+        k_cache,
+        v_cache,
+        out_NE,
+        cut=plan.cut,
+        unturned=Unturned(angles=angles, slots_N=ctx.slot_mapping_N, norm=norm, eps=eps),
+        **_arguments(group, plan),
+    )
     return out_NE
 
 
@@ -87,22 +130,8 @@ class _DecodePlan:
 
 
 def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGroup, out_nE: Tensor) -> None:
-    _, h, D = q_nhD.shape
-    g = k_cache.shape[2]
-    key = (_decode, h, g, D)
-    plan = group.cache.get(key)
-    if plan is None:
-        plan = group.cache[key] = _decode_plan(q_nhD, k_cache, group)
-    assert isinstance(plan, _DecodePlan)
-    shared: dict[str, Any] = {
-        "q_len": group.q_lens[0],
-        "q_start_R": group.q_start_R,
-        "kv_len_R": group.kv_len_R,
-        "block_table_RB": group.block_table_RB,
-        "causal": group.causal,
-        "workspace": plan.workspace,
-        "pdl": dependent_launch(),
-    }
+    plan = _plan_of(q_nhD, k_cache, group)
+    shared = _arguments(group, plan)
     if isinstance(plan.cut, BulkCut):
         from engine.kernels.bulk_attention import bulk_attention
 
@@ -115,24 +144,53 @@ def _decode(q_nhD: Tensor, k_cache: Tensor, v_cache: Tensor, group: AttentionGro
     decode_attention(q_nhD, k_cache, v_cache, out_nE, cut=plan.cut, options=options, **shared)
 
 
+def _arguments(group: AttentionGroup, plan: _DecodePlan) -> dict[str, Any]:
+    return {
+        "q_len": group.q_lens[0],
+        "q_start_R": group.q_start_R,
+        "kv_len_R": group.kv_len_R,
+        "block_table_RB": group.block_table_RB,
+        "causal": group.causal,
+        "workspace": plan.workspace,
+        "pdl": dependent_launch(),
+    }
+
+
+def _plan_of(q_nhD: Tensor, k_cache: Tensor, group: AttentionGroup) -> _DecodePlan:
+    _, h, D = q_nhD.shape
+    key = (_decode, h, k_cache.shape[2], D)
+    plan = group.cache.get(key)
+    if plan is None:
+        plan = group.cache[key] = _decode_plan(q_nhD, k_cache, group)
+    assert isinstance(plan, _DecodePlan)
+    return plan
+
+
+def _bulk_cut(num_heads: int, k_cache: Tensor, group: AttentionGroup) -> BulkCut | None:
+    if k_cache.dtype != torch.bfloat16 or group.window is not None or not k_cache.is_cuda or not copy_engine():
+        return None
+    return bulk_cut(**_shape(num_heads, k_cache, group), block_size=k_cache.shape[1])
+
+
+def _shape(num_heads: int, k_cache: Tensor, group: AttentionGroup) -> dict[str, int]:
+    return {
+        "sequences": len(group.q_lens),
+        "queries": group.q_lens[0],
+        "group": num_heads // k_cache.shape[2],
+        "kv_heads": k_cache.shape[2],
+        "head_dim": k_cache.shape[3],
+        "num_sms": num_multiprocessors(k_cache.device),
+    }
+
+
 def _decode_plan(q_nhD: Tensor, k_cache: Tensor, group: AttentionGroup) -> _DecodePlan:
     from engine.kernels.merge_splits import Workspace, row_tiles
 
     _, h, D = q_nhD.shape
-    block_size, g = k_cache.shape[1:3]
-    shape: dict[str, int] = {
-        "sequences": len(group.q_lens),
-        "queries": group.q_lens[0],
-        "group": h // g,
-        "kv_heads": g,
-        "head_dim": D,
-        "num_sms": num_multiprocessors(q_nhD.device),
-    }
-    cut: DecodeCut | BulkCut | None = None
-    if q_nhD.dtype == torch.bfloat16 and group.window is None and q_nhD.is_cuda and copy_engine():
-        cut = bulk_cut(**shape, block_size=block_size)
+    g = k_cache.shape[2]
+    cut: DecodeCut | BulkCut | None = _bulk_cut(h, k_cache, group)
     if cut is None:
-        cut = decode_cut(**shape, max_kv_len=group.max_kv_len)
+        cut = decode_cut(**_shape(h, k_cache, group), max_kv_len=group.max_kv_len)
     units = len(group.q_lens) * g * row_tiles(group.q_lens[0], h // g, cut.rows)
     split = cut.num_splits > 1
     return _DecodePlan(cut=cut, workspace=Workspace.create(units, cut, D, q_nhD.device) if split else None)

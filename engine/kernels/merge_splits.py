@@ -90,9 +90,15 @@ def _merge_kernel(
         base = ((sequence * kv_heads + head // G) * m_tiles + m // BM).to(tl.int64) * num_splits
         s = tl.arange(0, SP)
         used = s < active
-        best = tl.load(stat_ptr + (base + s) * 2 * BM + row, mask=used, other=float("-inf"))
-        total = tl.load(stat_ptr + (base + s) * 2 * BM + BM + row, mask=used, other=0.0)
-        values = tl.load(part_ptr + ((base + s) * BM + row)[:, None] * DP + d[None, :], mask=used[:, None], other=0.0)
+        # All at once, used or not, and what is not may be anything: so that no load waits for another.
+        there = s < num_splits
+        values = tl.load(part_ptr + ((base + s) * BM + row)[:, None] * DP + d[None, :], mask=there[:, None], other=0.0)
+        best = tl.load(stat_ptr + (base + s) * 2 * BM + row, mask=there, other=0.0)
+        total = tl.load(stat_ptr + (base + s) * 2 * BM + BM + row, mask=there, other=0.0)
+        tl.debug_barrier()
+        best = tl.where(used, best, float("-inf"))
+        total = tl.where(used, total, 0.0)
+        values = tl.where(used[:, None], values, 0.0)
         top = tl.max(best, 0)
         if SINK:
             sink = tl.load(sink_ptr + head) * LOG2_E

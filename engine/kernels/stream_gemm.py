@@ -91,7 +91,6 @@ def _multiply(
         part = gl.arange(0, PARTS, gl.SliceLayout(0, LIST))
         read = (row < M)[:, None] & (part < num_parts)[None, :]
         squares = gl.load(squares_ptr + row[:, None] * num_parts + part[None, :], mask=read, other=0.0)
-        factor = gl.convert_layout(gl.rsqrt(gl.sum(squares, 1) / K + eps), gl.SliceLayout(0, END))
     for own in range(UNITS):
         unit = first_unit + own
         tile, split = unit % num_tiles, unit // num_tiles
@@ -112,6 +111,8 @@ def _multiply(
             sums = warpgroup_mma_wait(0, deps=(sums,))
             tl.debug_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
+        if NORM:  # behind the product, which so does not wait for the squares
+            factor = gl.convert_layout(gl.rsqrt(gl.sum(squares, 1) / K + eps), gl.SliceLayout(0, END))
         y = gl.convert_layout(sums, LONG)
         last = True
         if SPLITS > 1:

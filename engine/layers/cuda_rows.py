@@ -1,9 +1,9 @@
 """The Triton kernels of `engine.kernels` as decoder layers use them on CUDA. See there for what each computes.
 
 `cuda_rows(x)` gives them, or None where they cannot run; callers then use the torch expressions. Two ways through a
-layer: few rows take five launches and a merge, everything around the matrices fused into them (a sixth where a head is
-too large for a program); all else takes cuBLAS and the row-wise kernels, whose interface is that of the CPU's
-(`engine.layers.cpu_rows`).
+layer: few rows take five launches and a merge, everything around the matrices fused into them (a sixth where neither a
+product nor attention turns the heads); all else takes cuBLAS and the row-wise kernels, whose interface is that of the
+CPU's (`engine.layers.cpu_rows`).
 Shapes: N rows, H hidden, h query heads, g KV heads, D head size.
 """
 
@@ -289,6 +289,16 @@ class CudaRows:
 
         return scale_rows(x_NH, weight, eps, pdl=self.pdl)
 
+    def turns_in_attention(self, rows: int, layer: LayerWeights) -> bool:
+        """Whether no kernel makes whole heads of such rows, so that attention may as well turn them."""
+        return head_cut(rows=rows, K=layer.input_norm.shape[0], head_dim=layer.head_dim) is None
+
+    def project_unturned(self, scaled: Scaled, layer: LayerWeights) -> Tensor:
+        """The rows' heads [N, (h + 2g) * D] as the product leaves them. Only where `takes_layer`."""
+        qkv = scaled.x_MK.new_empty(scaled.x_MK.shape[0], layer.qkv.shape[0])
+        self._product(scaled, layer.qkv, qkv, bias=layer.qkv_bias, count=layer.qkv_count)
+        return qkv
+
     def project_heads(
         self,
         scaled: Scaled,
@@ -303,8 +313,7 @@ class CudaRows:
         N, H = scaled.x_MK.shape
         cut = head_cut(rows=N, K=H, head_dim=layer.head_dim)
         if cut is None:
-            qkv = scaled.x_MK.new_empty(N, layer.qkv.shape[0])
-            self._product(scaled, layer.qkv, qkv, bias=layer.qkv_bias, count=layer.qkv_count)
+            qkv = self.project_unturned(scaled, layer)
             return self.rotate_and_write(
                 qkv, angles, slots_N, kv, num_heads=layer.num_heads, norm_weight=layer.qk_norm, eps=layer.eps
             )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.attention.context import Attention, AttentionContext
+from engine.attention.cuda_paged import cuda_paged_attention, takes_unturned, unturned_attention
 from engine.layers.cpu_rows import RowKernels, row_kernels
 from engine.layers.cuda_rows import CudaRows, cuda_rows
 from engine.layers.layer_weights import LayerWeights
@@ -220,12 +221,24 @@ def _run_fused(
     norms: Sequence[tuple[Tensor, float] | None],
 ) -> Tensor:
     """norms: each layer's input norm and what follows the last, None for nothing."""
-    scaled: Scaled | None = kernels.scale_rows(x_NH, layers[0].cuda_weights.input_norm, layers[0].eps)
+    first = layers[0]
+    scaled: Scaled | None = kernels.scale_rows(x_NH, first.cuda_weights.input_norm, first.eps)
+    rows = x_NH.shape[0]
+    in_attention = kernels.turns_in_attention(rows, first.cuda_weights) and takes_unturned(
+        rows, first.num_heads, kv[0][0], ctx
+    )
     for layer, layer_kv, out_NH, next_norm in zip(layers, kv, outs, norms[1:], strict=True):
         assert scaled is not None
-        q_NhD = kernels.project_heads(scaled, layer.cuda_weights, angles, ctx.slot_mapping_N, layer_kv)
-        attended_NE = layer.attention(q_NhD, *layer_kv, ctx)
+        weights = layer.cuda_weights
+        if in_attention and layer.attention is cuda_paged_attention:
+            heads_NhD = kernels.project_unturned(scaled, weights).view(rows, -1, layer.head_dim)
+            attended_NE = unturned_attention(
+                heads_NhD, *layer_kv, ctx, angles=angles, norm=weights.qk_norm, eps=layer.eps
+            )
+        else:
+            q_NhD = kernels.project_heads(scaled, weights, angles, ctx.slot_mapping_N, layer_kv)
+            attended_NE = layer.attention(q_NhD, *layer_kv, ctx)
         new_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
-        scaled = kernels.finish_layer(x_NH, attended_NE, layer.cuda_weights, new_NH, next_norm)
+        scaled = kernels.finish_layer(x_NH, attended_NE, weights, new_NH, next_norm)
         x_NH = new_NH
     return x_NH
