@@ -4,8 +4,10 @@ A program takes no arguments: it reads and writes tensors that stay where they a
 programs recorded right behind it and replayed right behind it, so its memory may serve other programs in between.
 """
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -62,6 +64,19 @@ class _Place:
         }
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No cycles of an engine that ended, with graphs or memory of their own, are freed in between: a free in a capture
+    makes it void."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class GraphRecorder:
     """Captures programs as CUDA graphs that share one memory pool; each runs once eagerly first.
 
@@ -84,12 +99,13 @@ class GraphRecorder:
         with torch.cuda.stream(self._stream):
             program()  # compiles kernels, makes library handles and workspaces: nothing of that may happen in a capture
             self._stream.synchronize()
-            # thread_local: other threads of the process may use CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                program()
-            finally:
-                graph.capture_end()
+            with _nothing_collected():
+                # thread_local: other threads of the process may use CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    program()
+                finally:
+                    graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph.replay()
         self.num_graphs += 1
