@@ -20,6 +20,8 @@ class AttentionGroup:
     max_kv_len: host-side upper bound of kv_len_R; it fixes the shapes, so equal values give equal programs.
     causal:     query i sees positions <= q_start + i; otherwise every position below kv_len.
     has_filler: a sequence's last queries may lie past its kv_len; nobody reads what they get.
+    shares_keys: some may be pieces of one prompt (`engine.runner.pieces`), which see each other's new K/V: all rows'
+        are in the cache before any is read.
     window:     query i sees no position below min(q_start + i - window + 1, kv_len - 1): the last `window` positions up
                 to its own, and always at least one. None: no lower bound.
     cache:      per-step derived tensors of a backend (masks, gather indices), filled at the first layer.
@@ -33,6 +35,7 @@ class AttentionGroup:
     max_kv_len: int
     causal: bool
     has_filler: bool = False
+    shares_keys: bool = False
     window: int | None = None
     cache: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 

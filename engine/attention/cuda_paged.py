@@ -55,8 +55,13 @@ def cuda_paged_attention(q_NhD: Tensor, k_cache: Tensor, v_cache: Tensor, ctx: A
 
 
 def takes_unturned(rows: int, num_heads: int, k_cache: Tensor, ctx: AttentionContext) -> bool:
-    """Whether `unturned_attention` takes so many rows and query heads: one group of decode, by the copy engine."""
+    """Whether `unturned_attention` takes so many rows and query heads: one group of decode, by the copy engine.
+
+    Its programs write their own sequence's K/V while others read: no sequence may need another's of this forward.
+    """
     if len(ctx.groups) != 1 or ctx.groups[0].num_rows != rows or not _is_short(ctx.groups[0]):
+        return False
+    if ctx.groups[0].shares_keys:
         return False
     cut = _bulk_cut(num_heads, k_cache, ctx.groups[0])
     return cut is not None and ctx.groups[0].q_lens[0] <= UNIT * (cut.num_splits - 1)

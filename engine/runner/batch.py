@@ -106,8 +106,13 @@ class InputBuilder:
         self._debug_checks = config.debug_checks
         self._device = device
 
-    def target_inputs(self, decode: DecodeBlock | None, prefill: tuple[PrefillChunk, ...]) -> ForwardInputs:
-        """T's inputs: `[last_token, draft_1..draft_K]` per decode row, then the prompt chunks."""
+    def target_inputs(
+        self, decode: DecodeBlock | None, prefill: tuple[PrefillChunk, ...], *, has_pieces: bool = False
+    ) -> ForwardInputs:
+        """T's inputs: `[last_token, draft_1..draft_K]` per decode row, then the prompt chunks.
+
+        has_pieces: decode rows may be pieces of prompts.
+        """
         ids: list[torch.Tensor] = []
         positions: list[torch.Tensor] = []
         cache: list[torch.Tensor] = []
@@ -129,6 +134,7 @@ class InputBuilder:
                     kv_len_R=decode.committed_R + decode.k_R + 1,
                     causal=True,
                     has_filler=True,
+                    shares_keys=has_pieces,
                 )
             )
         if prefill:
@@ -216,6 +222,7 @@ class InputBuilder:
         kv_len_R: torch.Tensor,
         causal: bool,
         has_filler: bool = False,
+        shares_keys: bool = False,
     ) -> AttentionGroup:
         longest = self._state.longest_table * self._block_size
         if self._fixed_shapes:
@@ -238,4 +245,5 @@ class InputBuilder:
             max_kv_len=columns * self._block_size,
             causal=causal,
             has_filler=has_filler,
+            shares_keys=shares_keys,
         )

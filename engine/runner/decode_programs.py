@@ -132,7 +132,7 @@ class _DecodePair:
             self._decode, inputs = owner.fused.target_inputs(self._slots_R, self._width, self._limit_1, self._pieces)
         else:
             self._decode = decode_block(state, self._slots_R, self._width, limit_1=self._limit_1, pieces=self._pieces)
-            inputs = owner.builder.target_inputs(self._decode, ())
+            inputs = owner.builder.target_inputs(self._decode, (), has_pieces=self._pieces is not None)
         self._step = owner.target_program.run_decode(inputs)
 
     def _draft_program(self, variant: Variant) -> Program:

@@ -92,6 +92,7 @@ class FusedRows:
             kv_len_R=rows.kv_len_R,
             causal=True,
             has_filler=True,
+            shares_keys=pieces is not None,
         )
         decode = DecodeBlock(
             slots_R=slots_R,

@@ -81,5 +81,7 @@ def test_tokens_with_the_bookkeeping_kernels(count: int, device: str, models: An
             fused = FusedRows(llm.config, runner.state, runner._fixed_builder)
             runner._decode_programs.fused = runner._draft_program._fused = fused
         got = run(llm, requests, schedules=ALWAYS)
+        made = [pair for pair in runner._decode_programs._pairs.values() if pair._step and pair.shape.takes_pieces]
+        assert all(pair._step.inputs.context.groups[0].shares_keys for pair in made) and made
     assert len(got.mixed) >= 3
     assert (got.tokens, got.reasons) == (want.tokens, want.reasons)
