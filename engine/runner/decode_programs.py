@@ -295,7 +295,8 @@ class DecodePrograms:
         return self.packed(num_drawn, width)
 
     def _traits_of(self, plan: StepPlan) -> int:
-        return self.state.traits_of([*plan.decode_slots, *[chunk.slot for chunk in plan.prefill]])
+        """Of the requests that get a token: what others ask for costs their neighbours nothing yet."""
+        return self.state.traits_of([*plan.decode_slots, *[chunk.slot for chunk in plan.prefill if chunk.samples]])
 
     def _mixed_rows(self, plan: StepPlan) -> int | None:
         """Rows of the smallest program that holds a mixed step. None: there is none."""

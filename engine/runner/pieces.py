@@ -36,7 +36,8 @@ def num_pieces(prefill: Sequence[PrefillChunk], width: int) -> int:
 def may_mix(plan: StepPlan, traits: int) -> bool:
     """Whether a step's prompts may run as rows beside its decode rows, if there is a program for so many.
 
-    traits: `SlotTraits` of all its requests. Left out is what somebody wants to look at between T and D or behind it.
+    traits: `SlotTraits` of its requests that get a token. Left out is what somebody wants to look at between T and D or
+        behind it.
     """
     if not plan.decode_slots or not plan.prefill or not plan.draft_len or plan.report_drafts or traits & _OWN_TRAITS:
         return False
