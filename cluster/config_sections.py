@@ -194,7 +194,8 @@ class EngineSection(Section):
         allow_inf_nan=False,
         json_schema_extra=RESTART,
         description="Milliseconds a step that decodes may take: prompts join it only as far as that allows, by the "
-        "times of earlier steps, yet at least 64 tokens. Default: as far as max_num_batched_tokens allows.",
+        "times of earlier steps, yet at least 64 tokens. Default: a prompt joins as far as max_num_batched_tokens "
+        "allows, and several that arrive together take turns, unless more than 2,048 tokens wait.",
     )
     synthetic_acceptance_length: float | None = Field(
         default=None,

@@ -1,6 +1,7 @@
-"""`PrefillPace`: how many prompt tokens a step may take beside decode rows, so that streams keep their rhythm.
+"""How many prompt tokens a step may take beside decode rows, so that streams keep their rhythm.
 
-A step's time is reckoned as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
+Without a target a prompt is not held up by the streams, but prompts that arrive together take turns
+(`tokens_of_several`). With one, `PrefillPace` says. A step's time is reckoned as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
 the first from steps without prompts, the second from what prompts added; of rows that never ran alone, nothing is
 subtracted. A prompt token costs more far behind in a long prompt, and padding to a program's size, and less among the
 decode rows than in a program of its own, so the dearest of the last chunks counts, small ones aside, whose time is
@@ -8,10 +9,31 @@ mostly that of the launch. Pure arithmetic on the host.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 _FORGET = 0.8  # weight of a decode time seen before, at each new one
 _CHUNKS = 8  # that are remembered
 LEAST_TOKENS = 64  # a prompt makes this much progress a step, whatever the target
+SEVERAL_TOKENS = 384  # of short prompts that share a step with decode rows
+BACKLOG_TOKENS = 2048  # of waiting prompts, from where on throughput counts
+
+
+def tokens_of_several(decode_tokens: int, waiting: Iterable[int], most: int) -> int:
+    """Prompt tokens of a step with decode rows if they are of several prompts.
+
+    decode_tokens: tokens of the decode rows. waiting: lengths of the prompts that wait. most: what the step has left.
+
+    A step of decode rows and three prompts takes as long as three with one each, of which every stream gets tokens and
+    the first two prompts theirs sooner. So several together add no more than the decode rows themselves, or than
+    SEVERAL_TOKENS beside few rows; under full load, where decode rows are many, that fills the slots of those that
+    end. A backlog says that it does not: then all that fit join.
+    """
+    total = 0
+    for length in waiting:
+        total += length
+        if total > BACKLOG_TOKENS:
+            return most
+    return min(most, max(SEVERAL_TOKENS, decode_tokens))
 
 
 class PrefillPace:

@@ -7,7 +7,7 @@ no sampling, no text, no HTTP, no model family. A feature that needs a branch he
 One step, one token budget (max_num_batched_tokens):
 
     1. decode rows, verify_len + 1 tokens each       in admission order; if they do not all fit, longest idle first
-    2. prefill chunks of admitted sequences          in admission order; beside decode rows, what `PrefillPace` allows
+    2. prefill chunks of admitted sequences          in admission order; beside decode rows, what `prefill_pace` allows
     3. admissions from the waiting queue             first come, first served; a head that does not fit blocks the rest
 
 Admission is first come, first served and preemption takes the latest first, so the running sequences are always the
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from engine.config.engine import EngineConfig
 from engine.kv_cache.manager import KvCacheManager
-from engine.prefill_pace import PrefillPace
+from engine.prefill_pace import PrefillPace, tokens_of_several
 from engine.sequence import Sequence, SequenceState
 from engine.step import BlockTableUpdate, PrefillChunk, SlotInit, StepPlan
 
@@ -57,6 +57,7 @@ class _Draft:
     """The step under construction."""
 
     budget: int
+    several: int  # what several prompts may have of it together; one alone may have it all
     lookahead_len: int  # slots past a row's base that its next steps may write
     upload_budget: int  # numbers that the admissions' logits rules may add to the plan
     may_preempt: bool
@@ -165,6 +166,7 @@ class Scheduler:
             rows.sort(key=lambda seq: seq.last_step_id)  # stable: equally idle rows stay in admission order
         draft = _Draft(
             budget=self._max_num_batched_tokens,
+            several=self._max_num_batched_tokens,
             lookahead_len=self._num_steps_ahead * (draft_len + 1) + self._lookahead,
             upload_budget=self._upload_budget,
             may_preempt=may_preempt,
@@ -174,9 +176,12 @@ class Scheduler:
                 break
             if seq.state is SequenceState.RUNNING and self._own(draft, seq, self._slots_needed(seq, verify_cap)):
                 draft.decode.append(seq)
-        draft.budget -= len(draft.decode) * (verify_cap + 1)
+        decode_tokens = len(draft.decode) * (verify_cap + 1)
+        draft.budget -= decode_tokens
         if self._pace is not None and draft.decode:
             draft.budget = min(draft.budget, self._pace.tokens_beside(len(draft.decode), verify_cap))
+        elif draft.decode and self.waiting:
+            draft.several = tokens_of_several(decode_tokens, (len(seq.token_ids) for seq in self.waiting), draft.budget)
         return draft, verify_cap
 
     def _slots_needed(self, seq: Sequence, verify_len: int) -> int:
@@ -237,7 +242,8 @@ class Scheduler:
         if not self._own(draft, seq, end + draft.lookahead_len if samples else end):
             return False
         draft.prefill.append(PrefillRow(seq=seq, num_tokens=num_tokens, samples=samples))
-        draft.budget -= num_tokens
+        draft.several -= num_tokens
+        draft.budget = min(draft.budget - num_tokens, max(draft.several, 0))
         return True
 
     # ---------------------------------------------------------------------------------------- blocks

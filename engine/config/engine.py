@@ -29,7 +29,7 @@ class EngineConfig:
     use_rejection_sampling: False verifies by exact match. True: `engine.sampling.rejection`.
     pipeline_depth:  steps launched before a result is read: 0 (synchronous) or 1.
     inter_token_target_ms: prompts share a step with decode rows as far as it takes no longer than this (see
-        `engine.prefill_pace`); None: as far as the token budget allows.
+        `engine.prefill_pace`); None: one as far as the token budget allows, several that arrive together in turns.
     enable_penalty:  requests may use penalties, whose counts take `capacity.penalty_workspace_bytes`.
     enable_top_k, enable_top_p: the sampler has these filters.
     """

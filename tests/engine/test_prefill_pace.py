@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine.config.resolve import resolve_engine_config
-from engine.prefill_pace import LEAST_TOKENS, PrefillPace
+from engine.prefill_pace import BACKLOG_TOKENS, LEAST_TOKENS, SEVERAL_TOKENS, PrefillPace, tokens_of_several
 from tests.engine.fake_runner import FakeRunner, make_config
 from tests.engine.host_harness import Harness
 
@@ -60,6 +60,62 @@ def test_steps_with_a_prompt_keep_the_target_and_use_it(depth):
 def test_without_a_target_a_prompt_takes_the_whole_budget(depth):
     steps = serve(depth, target_ms=None)
     assert max(tokens for _, tokens in steps) == 1500
+
+
+def arrive_together(depth, lengths, *, num_streams=3, target_ms=None):
+    """Prompt tokens of each step with decode rows, by request, from the step on in which these prompts are there."""
+    sizes = SIZES | {"max_num_seqs": num_streams + 16, "num_blocks": 8000}
+    config = make_config(pipeline_depth=depth, inter_token_target_ms=target_ms, **sizes)
+    harness = Harness(config)
+    harness.runner.check_reads = False
+    for _ in range(num_streams):
+        harness.add([1] * 20, max_tokens=200, ignore_eos=True)
+    for _ in range(4):
+        harness.step()
+    first = len(harness.runner.plans)
+    for number, length in enumerate(lengths):
+        harness.add([2 + number] * length, max_tokens=2, ignore_eos=True)
+    harness.run()
+    harness.check_outcomes()
+    harness.check_idle()
+    plans = [plan for plan in harness.runner.plans[first:] if plan.prefill]
+    assert all(plan.decode_slots for plan in plans)
+    return [[len(chunk.token_ids) for chunk in plan.prefill] for plan in plans]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_short_prompts_that_arrive_together_take_turns(depth):
+    # 256 of the first and 128 of the second; then what is left of the second, and so on.
+    assert arrive_together(depth, [256, 256, 256]) == [[256, 128], [128, 256]]
+    assert arrive_together(depth, [100, 100, 100]) == [[100, 100, 100]]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_long_prompt_is_whole_and_the_next_waits_for_it(depth):
+    assert arrive_together(depth, [1500, 256, 200]) == [[1500], [256, 128], [72]]
+
+
+def test_several_prompts_may_add_as_much_as_many_decode_rows():
+    # 60 rows of 8 tokens
+    assert arrive_together(0, [250, 250, 250], num_streams=60) == [[250, 230], [20, 250]]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_backlog_joins_as_far_as_the_budget_allows(depth):
+    # All that three decode rows leave of 2,048 tokens; what is left then is a backlog no more.
+    assert arrive_together(depth, [256] * 10) == [[256] * 7 + [232], [24, 256, 104], [152]]
+
+
+def test_a_target_takes_the_place_of_turns():
+    assert arrive_together(0, [30, 30, 30], target_ms=1000.0)[0] == [30, 30, LEAST_TOKENS - 60]
+
+
+def test_tokens_of_several_prompts():
+    assert tokens_of_several(8, [256, 256], 8000) == SEVERAL_TOKENS
+    assert tokens_of_several(1024, [256, 256], 8000) == 1024
+    assert tokens_of_several(8, [256, 256], 100) == 100
+    assert tokens_of_several(8, [BACKLOG_TOKENS], 8000) == SEVERAL_TOKENS
+    assert tokens_of_several(8, [BACKLOG_TOKENS, 1], 8000) == 8000
 
 
 def test_a_target_that_cannot_be_kept_still_lets_prompts_through():
