@@ -116,6 +116,7 @@ def figures(traces: Sequence[Trace], seconds: float) -> dict[str, Any]:
         tokens_per_s=round(tokens / seconds, 1),
         tokens_per_s_per_user=round(statistics.median(users), 1) if users else None,
         first_token_ms=round(statistics.median(first), 3),
+        first_token_mean_ms=round(statistics.mean(first), 3),
         first_token_p99_ms=round(percentile(first, 0.99), 3),
     )
     if gaps:
@@ -276,16 +277,18 @@ class Load:
         yield dict(requests_per_s=round(saturated, 2), saturated=True) | figures(traces, seconds)
         own = self.args.share * saturated
         for rate, name in ((own, "own"), *[(rate, "given") for rate in self.args.rates]):
-            rng = random.Random(1)
-            arrivals, now = [], 0.0
-            while (now := now + rng.expovariate(rate)) < self.args.poisson_s:
-                arrivals.append(now)
-            jobs = [
-                self.job(p, self.args.tokens, arrival_s=at)
-                for p, at in zip(self.mixed(len(arrivals)), arrivals, strict=True)
-            ]
-            traces, seconds = drive(engine, jobs)
-            yield dict(requests_per_s=round(rate, 2), rate=name) | figures(traces, seconds)
+            yield self.arrivals(engine, rate, name)
+
+    def arrivals(self, engine: Engine, rate: float, name: str) -> dict[str, Any]:
+        """Requests that come at random, `rate` of them a second."""
+        rng = random.Random(1)
+        times, now = [], 0.0
+        while (now := now + rng.expovariate(rate)) < self.args.poisson_s:
+            times.append(now)
+        prompts = self.mixed(len(times))
+        jobs = [self.job(p, self.args.tokens, arrival_s=at) for p, at in zip(prompts, times, strict=True)]
+        traces, seconds = drive(engine, jobs)
+        return dict(requests_per_s=round(rate, 2), rate=name) | figures(traces, seconds)
 
     def accept(self, engine: Engine) -> Iterator[dict[str, Any]]:
         """One row per text of a set: its prompts' (steps, tokens)."""

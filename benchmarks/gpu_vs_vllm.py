@@ -12,6 +12,9 @@ at a K, and how many different ones.
 in one engine. drafts: K + 1 at each K, which is what vLLM runs; every K then has an engine, and a process, of its own,
 and K = 0 has no drafter, as in vLLM.
 
+--inter-token-target-ms: further rows of the part "poisson" with this engine's option at these values, under the rates
+that it was put under without (without any: its own).
+
 vLLM (0.26.0, peer_vllm.py; --peer-path is put ahead of its PYTHONPATH) runs first, in one process with one start per
 draft length, then this engine, which is also put under the arrivals that the peer bore. Never both at once. Every row
 is kept as it comes in OUT.rows.json; with --resume a later run adds to them, so that the two sides and the draft
@@ -31,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,7 @@ from gpu_lab import Lab, read_bandwidth, save, versions, weight_bytes
 from random_models import write_qwen3_8b
 from vs_report import FAIL, draw, exit_code, peer_rates, report
 
+from engine.core import EngineCore
 from engine.kv_cache.block_bytes import bytes_per_block
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -76,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ours-limit-s", type=float, default=300.0, help="... and of this engine")
     parser.add_argument("--skip", choices=("ours", "peer"))
     parser.add_argument("--block-width", choices=("trained", "drafts"), default="trained", help="of this engine")
+    parser.add_argument("--inter-token-target-ms", type=float, nargs="*", default=[], help="of this engine")
     parser.add_argument("--resume", action="store_true", help="keep the rows that OUT.rows.json has")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
@@ -128,6 +133,23 @@ def bytes_of_a_step(lab: Lab) -> dict[str, float]:
     return found
 
 
+def arrivals_at_targets(
+    lab: Lab, load: Load, draft_len: int, rows: Sequence[dict[str, Any]], say: Callable[[dict[str, Any]], None]
+) -> None:
+    """Arrivals again, by an engine core for each inter-token target over the same device."""
+    args, plain = load.args, lab.core
+    saturated = [row["requests_per_s"] for row in rows if row["draft_len"] == draft_len and row.get("saturated")]
+    for target_ms in args.inter_token_target_ms:
+        lab.core = EngineCore(config=replace(lab.config, inter_token_target_ms=target_ms), runner=lab.rank.runner)
+        if lab.config.max_draft_len:
+            lab.set_draft_len(draft_len)
+        place = dict(part="poisson", draft_len=draft_len, inter_token_target_ms=target_ms)
+        for rate in args.rates or [args.share * most for most in saturated]:
+            say(place | load.arrivals(OurEngine(lab), rate, "given" if args.rates else "own"))
+        lab.core.check_integrity()
+    lab.core = plain
+
+
 def our_side(args: argparse.Namespace) -> None:
     """Measures one workload at every draft length, in one engine."""
     sizes = dict(prompt_tokens=256, tokens=2 * args.tokens, batched_tokens=8192, dtype="bfloat16")
@@ -165,6 +187,8 @@ def our_side(args: argparse.Namespace) -> None:
             lab.set_draft_len(draft_len)
         engine = OurEngine(lab)
         load.run(engine, draft_len, say)
+        if "poisson" in args.parts:
+            arrivals_at_targets(lab, load, draft_len, rows, say)
         say(dict(part="tokens", draft_len=draft_len, total=engine.seen.total(), different=len(engine.seen)))
     lab.close()
 
@@ -240,6 +264,7 @@ def run_engine(
     command += ["--acceptance-length", str(args.acceptance_length), "--block-size", str(args.block_size)]
     command += ["--device", args.device, "--models", str(args.models or scratch / "models"), *load_command(args)]
     command += ["--rates", *map(str, [*args.rates, *rates])]
+    command += ["--inter-token-target-ms", *map(str, args.inter_token_target_ms)]
     if args.programs:
         command += ["--programs", args.programs]
     if workload == "smol":

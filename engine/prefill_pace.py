@@ -1,7 +1,9 @@
 """How many prompt tokens a step may take beside decode rows, so that streams keep their rhythm.
 
 Without a target a prompt is not held up by the streams, but prompts that arrive together take turns
-(`tokens_of_several`). With one, `PrefillPace` says. A step's time is reckoned as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
+(`tokens_of_several`). With a target, `PrefillPace` says.
+
+It reckons a step's time as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
 the first from steps without prompts, the second from what prompts added; of rows that never ran alone, nothing is
 subtracted. A prompt token costs more far behind in a long prompt, and padding to a program's size, and less among the
 decode rows than in a program of its own, so the dearest of the last chunks counts, small ones aside, whose time is

@@ -213,6 +213,28 @@ def test_arrivals_are_compared_at_the_rate_of_the_peer(modules: tuple[ModuleType
     ]
 
 
+def test_arrivals_at_a_target_count_where_it_helps_and_are_named(modules: tuple[ModuleType, ModuleType]) -> None:
+    _, vs_report = modules
+    rows = [arrival_row(side, saturated=True) for side in ("ours", "vllm")] + [arrival_row("vllm", rate="own")]
+    targets = [
+        arrival_row("ours", rate="given", inter_token_target_ms=10.0, gap_p99_ms=7.0, tokens_per_s=900.0),
+        arrival_row("ours", rate="given", inter_token_target_ms=20.0, gap_p99_ms=8.0),
+        arrival_row("ours", rate="given", inter_token_target_ms=30.0, gap_p99_ms=8.5),
+    ]
+
+    def bars(*more: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+        return [(bar["bar"], bar["value"], bar["ok"]) for bar in vs_report.report([*rows, *more])["bars"]]
+
+    plain = arrival_row("ours", rate="given", gap_p99_ms=9.5)
+    assert bars(*targets, plain) == [
+        ("smol, arrivals, inter_token_target_ms 20: p99 of a token's time", 4.0, True),
+        ("smol, arrivals, inter_token_target_ms 20: p99 between outputs", 8.0, True),
+        ("smol, arrivals, inter_token_target_ms 20: tokens/s", 1000.0, True),
+    ]
+    assert bars(plain, targets[0])[1] == ("smol, arrivals: p99 between outputs", 9.5, False)
+    assert bars(*targets, plain | dict(gap_p99_ms=9.0))[1] == ("smol, arrivals: p99 between outputs", 9.0, True)
+
+
 def test_arrivals_are_compared_where_both_had_them(modules: tuple[ModuleType, ModuleType]) -> None:
     """At the draft length that was put under the peer's rate, though another one serves more at saturation."""
     _, vs_report = modules
