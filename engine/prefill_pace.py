@@ -4,10 +4,10 @@ Without a target a prompt is not held up by the streams, but prompts that arrive
 (`tokens_of_several`). With a target, `PrefillPace` says.
 
 It reckons a step's time as that of its decode rows plus a time per prompt token, both learnt from the steps that ran:
-the first from steps without prompts, the second from what prompts added; of rows that never ran alone, nothing is
-subtracted. A prompt token costs more far behind in a long prompt, and padding to a program's size, and less among the
-decode rows than in a program of its own, so the dearest of the last chunks counts, small ones aside, whose time is
-mostly that of the launch. Pure arithmetic on the host.
+the first from steps without prompts, the second from what prompts added. A prompt token costs more far behind in a
+long prompt, and padding to a program's size, and less among the decode rows than in a program of its own, so the
+dearest of the last chunks counts, small ones aside, whose time is mostly that of the launch. Pure arithmetic on the
+host.
 """
 
 from collections import deque
@@ -47,35 +47,48 @@ class PrefillPace:
     def __init__(self, *, target_s: float) -> None:
         assert target_s > 0
         self._target_s = target_s
-        self._decode_s: dict[tuple[int, int], float] = {}  # (batch bucket, verify_len) -> seconds without prompts
+        self._decode_s: dict[int, float] = {}  # bucket of the decode rows' tokens -> seconds without prompts
         self._chunks: deque[tuple[int, float]] = deque(maxlen=_CHUNKS)  # (prompt tokens, seconds they added)
 
     def tokens_beside(self, num_decode: int, verify_len: int) -> int:
         """Prompt tokens for a step with these decode rows. Until a prompt was seen: the least."""
         if not self._chunks:
             return LEAST_TOKENS
-        # Of a shape not seen alone, the longest that was: the target is kept from its first step on.
-        longest_s = max(self._decode_s.values(), default=0.0)
-        left_s = self._target_s - self._decode_s.get(_key(num_decode, verify_len), longest_s)
         large = max(tokens for tokens, _ in self._chunks) // 2
         token_s = max(added_s / tokens for tokens, added_s in self._chunks if tokens >= large)
+        left_s = self._target_s - self._most_s(_bucket(num_decode * (verify_len + 1)))
         if left_s <= LEAST_TOKENS * token_s:
             return LEAST_TOKENS
         return int(left_s / token_s)
 
     def observe(self, *, num_decode: int, verify_len: int, prompt_tokens: int, duration_s: float) -> None:
         """A step that has run."""
-        key = _key(num_decode, verify_len)
+        bucket = _bucket(num_decode * (verify_len + 1))
         if prompt_tokens:
-            alone_s = self._decode_s.get(key, 0.0) if num_decode else 0.0
-            if 0.0 < duration_s <= alone_s:  # alone they take less than with a prompt: the time known was an accident
-                self._decode_s[key] = duration_s
+            alone_s = self._least_s(bucket) if num_decode else 0.0
+            if 0.0 < duration_s <= alone_s:  # alone they take less than with a prompt: the times known were accidents
+                for known in [known for known in self._decode_s if known <= bucket]:
+                    self._decode_s[known] = min(self._decode_s[known], duration_s)
             elif duration_s:
                 self._chunks.append((prompt_tokens, duration_s - alone_s))
         elif num_decode:
-            before_s = self._decode_s.get(key, duration_s)
-            self._decode_s[key] = before_s * _FORGET + duration_s * (1 - _FORGET)
+            before_s = self._decode_s.get(bucket, duration_s)
+            self._decode_s[bucket] = before_s * _FORGET + duration_s * (1 - _FORGET)
+
+    def _most_s(self, bucket: int) -> float:
+        """Seconds that such rows take alone; of ones not seen alone, what more rows took, or the longest that any did:
+        the target is kept from their first step on."""
+        seen = [seconds for known, seconds in self._decode_s.items() if known >= bucket]
+        return self._decode_s.get(bucket, min(seen, default=max(self._decode_s.values(), default=0.0)))
+
+    def _least_s(self, bucket: int) -> float:
+        """The same; of ones not seen alone, what fewer rows took. With nothing to subtract a prompt's tokens would seem
+        so dear that it comes in slivers, and while it does, no step without prompts is there to learn from."""
+        seen = [seconds for known, seconds in self._decode_s.items() if known <= bucket]
+        return self._decode_s.get(bucket, max(seen, default=0.0))
 
 
-def _key(num_decode: int, verify_len: int) -> tuple[int, int]:
-    return (num_decode - 1).bit_length(), verify_len
+def _bucket(num_tokens: int) -> int:
+    """Four of them to each power of two, ascending."""
+    exponent = max((num_tokens - 1).bit_length() - 3, 0)
+    return 4 * exponent + ((num_tokens - 1) >> exponent)

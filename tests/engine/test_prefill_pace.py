@@ -171,6 +171,27 @@ def test_rows_that_never_ran_alone_keep_the_target():
     assert max(mixed_steps(pace, 60, num_decode=4, decode_s=0.006)) <= 0.02
 
 
+def test_more_rows_than_ever_ran_alone_do_not_leave_slivers():
+    """A queue of prompts beside 40 rows: there is never a step without prompts to learn from."""
+    pace = PrefillPace(target_s=0.022)
+    pace.observe(num_decode=0, verify_len=15, prompt_tokens=256, duration_s=0.009)
+    for _ in range(5):
+        pace.observe(num_decode=16, verify_len=15, prompt_tokens=0, duration_s=0.007)
+    times = mixed_steps(pace, 40, num_decode=40, decode_s=0.011, token_s=2.5e-5)
+    assert max(times) <= 0.022
+    assert min(times[1:]) >= 0.011 + 200 * 2.5e-5  # 440 tokens would reach the target
+
+
+def test_rows_count_by_their_tokens():
+    """Fewer tokens never take longer than more, whichever rows and drafts they are of."""
+    pace = PrefillPace(target_s=0.03)
+    pace.observe(num_decode=0, verify_len=7, prompt_tokens=1000, duration_s=0.01)
+    pace.observe(num_decode=64, verify_len=7, prompt_tokens=0, duration_s=0.02)
+    pace.observe(num_decode=8, verify_len=7, prompt_tokens=0, duration_s=0.005)
+    assert pace.tokens_beside(4, 15) == pytest.approx(2500, abs=1)
+    assert pace.tokens_beside(16, 15) == pace.tokens_beside(64, 7) == pytest.approx(1000, abs=1)
+
+
 def test_one_slow_step_is_forgotten():
     pace = PrefillPace(target_s=0.02)
     pace.observe(num_decode=0, verify_len=15, prompt_tokens=2000, duration_s=0.02)
