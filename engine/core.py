@@ -224,10 +224,7 @@ class EngineCore:
             self._read_row(seq, row, is_decode_step=False)
         if self._shadow is not None:
             self._shadow.read(plan, result, [*scheduled.decode, *sampling])
-        for seq in scheduled.decode:
-            self._scheduler.step_was_read(seq)
-        for chunk in scheduled.prefill:
-            self._scheduler.step_was_read(chunk.seq)
+        self._scheduler.step_was_read(scheduled)
         if self._gate is not None:
             num_drafted = sum([drafted for drafted, _ in outcomes])
             if num_drafted:
@@ -252,7 +249,8 @@ class EngineCore:
 
     def _read_row(self, seq: Sequence, row: RowResult, *, is_decode_step: bool) -> tuple[int, int] | None:
         """One row's tokens. Returns (drafted, accepted) as counted; None when the request has ended meanwhile."""
-        assert (row.slot, row.generation) == (seq.slot, seq.generation), f"{row} is not a result of {seq}"
+        assert row.slot == seq.slot, f"{row} is not a result of {seq}"
+        assert row.generation == seq.generation, f"{row} is not a result of {seq}"
         if seq.state is not SequenceState.RUNNING:
             return None
         token_ids = row.token_ids
@@ -269,20 +267,21 @@ class EngineCore:
         finish_reason: str | None = None
         stop_reason: int | None = None
         error: str | None = None
-        if row.finish is Finish.LENGTH:
+        if row.finish is Finish.NONE:
+            assert len(seq.token_ids) < seq.max_len, f"did not end by length: {seq}"
+        elif row.finish is Finish.LENGTH:
             assert len(seq.token_ids) == seq.max_len, f"ended by length: {seq}"
             finish_reason = "length"
         elif row.finish is Finish.STOP:
             finish_reason = "stop"
             stop_reason = self._stop_reason(seq, token_ids[-1])
-        elif row.finish is Finish.ERROR:
+        else:
+            assert row.finish is Finish.ERROR, f"{row} of {seq}"
             finish_reason = "error"
             position = len(seq.token_ids)
             error = f"the model's output is not finite (NaN or infinity) at position {position} of the request"
             logger.error("Request %s ends: %s", seq.request_id, error)
             self._kv.pool.condemn(seq.block_ids)
-        else:
-            assert len(seq.token_ids) < seq.max_len, f"did not end by length: {seq}"
         if finish_reason is not None:
             self._end(seq, finish_reason)
         self._deltas.append(

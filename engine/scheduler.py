@@ -61,6 +61,7 @@ class _Draft:
     lookahead_len: int  # slots past a row's base that its next steps may write
     upload_budget: int  # numbers that the admissions' logits rules may add to the plan
     may_preempt: bool
+    prompts: list[Sequence]  # that were admitted and are not at their end
     decode: list[Sequence] = field(default_factory=list)
     prefill: list[PrefillRow] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -79,6 +80,7 @@ class Scheduler:
 
     def __init__(self, *, config: EngineConfig, kv: KvCacheManager, draft_len_for: Callable[[int], int]) -> None:
         self._kv = kv
+        self._block_size = kv.block_size
         self._draft_len_for = draft_len_for
         target_ms = config.inter_token_target_ms
         self._pace = PrefillPace(target_s=target_ms / 1e3) if target_ms is not None else None
@@ -122,12 +124,13 @@ class Scheduler:
                 self._draining.add(seq)
         seq.state = SequenceState.FINISHED
 
-    def step_was_read(self, seq: Sequence) -> None:
-        """One step in flight less for this sequence; frees the slot of a finished one after its last."""
-        seq.num_in_flight -= 1
-        if seq.state is SequenceState.FINISHED and seq.num_in_flight == 0:
-            self._draining.remove(seq)
-            self._free_slots.append(seq.slot)
+    def step_was_read(self, step: ScheduledStep) -> None:
+        """One step in flight less for its sequences; frees the slot of a finished one after its last."""
+        for seq in [*step.decode, *[row.seq for row in step.prefill]]:
+            seq.num_in_flight -= 1
+            if seq.num_in_flight == 0 and seq.state is SequenceState.FINISHED:
+                self._draining.remove(seq)
+                self._free_slots.append(seq.slot)
 
     def step_has_run(self, step: ScheduledStep, duration_s: float) -> None:
         """What a step took, which later ones with prompts are reckoned with."""
@@ -158,9 +161,15 @@ class Scheduler:
 
     def _start(self, may_preempt: bool) -> tuple[_Draft, int]:
         """Chooses the decode rows. Returns the largest verify length their share of the budget allows."""
-        rows = [seq for seq in self.running.values() if seq.is_decoding and not seq.is_surely_done]
+        rows: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for seq in self.running.values():
+            if not seq.is_decoding:
+                prompts.append(seq)
+            elif not seq.is_surely_done:
+                rows.append(seq)
         draft_len = self._draft_len_for(len(rows)) if rows else self._draft_len_for(1)
-        verify_cap = min(draft_len, max((seq.last_draft_len for seq in rows), default=0))
+        verify_cap = min(draft_len, max([seq.last_draft_len for seq in rows], default=0))
         num_fitting = self._max_num_batched_tokens // (verify_cap + 1)
         if len(rows) > num_fitting:
             rows.sort(key=lambda seq: seq.last_step_id)  # stable: equally idle rows stay in admission order
@@ -170,6 +179,7 @@ class Scheduler:
             lookahead_len=self._num_steps_ahead * (draft_len + 1) + self._lookahead,
             upload_budget=self._upload_budget,
             may_preempt=may_preempt,
+            prompts=prompts,
         )
         for seq in rows:
             if len(draft.decode) == num_fitting:
@@ -195,7 +205,7 @@ class Scheduler:
 
     def _continue_prefills(self, draft: _Draft) -> bool:
         """Chunks of admitted sequences. True: one of them waits for budget or blocks, so nobody new is admitted."""
-        for seq in [seq for seq in self.running.values() if not seq.is_decoding]:
+        for seq in [seq for seq in draft.prompts if seq.state is SequenceState.RUNNING]:
             if seq.state is not SequenceState.RUNNING:  # preempted by an older one just now
                 return True
             if draft.budget == 0 or not self._add_chunk(draft, seq):
@@ -250,6 +260,8 @@ class Scheduler:
 
     def _own(self, draft: _Draft, seq: Sequence, num_slots: int) -> bool:
         """Makes the sequence own positions 0 .. num_slots-1, preempting later ones. False: it has to wait."""
+        if num_slots <= len(seq.block_ids) * self._block_size:
+            return True
         num_missing = self._kv.num_missing(seq, num_slots)
         if num_missing <= 0:
             return True
@@ -281,7 +293,7 @@ class Scheduler:
         """Turns the chosen rows into a plan and moves their progress to "launched"."""
         sampling = draft.decode + [row.seq for row in draft.prefill if row.samples]
         draft_len = self._draft_len_for(len(sampling)) if sampling else 0
-        longest = max((seq.last_draft_len for seq in draft.decode), default=0)
+        longest = max([seq.last_draft_len for seq in draft.decode], default=0)
         # verify_cap is what the budget and the blocks were reckoned with; a schedule that rises with the batch size may
         # give more for the final batch, which then waits one step.
         verify_len = min(draft_len, longest, verify_cap)
@@ -290,13 +302,15 @@ class Scheduler:
         new_slots: tuple[SlotInit, ...] = tuple(seq.slot_init() for seq in draft.admitted)
         chunks: list[PrefillChunk] = []
         updates: list[BlockTableUpdate] = []
+        self._kv.assert_writable([*draft.decode, *[row.seq for row in draft.prefill]])
         for seq in draft.decode:
-            self._kv.assert_writable(seq, seq.launched_len)
             seq.in_flight_verify_len = verify_len
-            self._send_blocks(seq, updates)
+            seq.num_in_flight += 1
+            seq.last_step_id = step_id
+            if seq.num_sent_blocks < len(seq.block_ids):
+                updates.append(self._send_blocks(seq))
         for row in draft.prefill:
             seq, start = row.seq, row.seq.launched_len
-            self._kv.assert_writable(seq, start)
             token_ids = tuple(seq.token_ids[start : start + row.num_tokens])
             scored_from, scored_next = seq.take_scores(row.num_tokens)
             chunks.append(
@@ -313,10 +327,8 @@ class Scheduler:
             seq.in_flight_verify_len = 0
             seq.num_in_flight += 1
             seq.last_step_id = step_id
-            self._send_blocks(seq, updates)
-        for seq in draft.decode:
-            seq.num_in_flight += 1
-            seq.last_step_id = step_id
+            if seq.num_sent_blocks < len(seq.block_ids):
+                updates.append(self._send_blocks(seq))
         for seq in sampling:
             seq.last_draft_len = draft_len
         plan = StepPlan(
@@ -331,13 +343,10 @@ class Scheduler:
         )
         return ScheduledStep(plan=plan, decode=draft.decode, prefill=draft.prefill)
 
-    def _send_blocks(self, seq: Sequence, updates: list[BlockTableUpdate]) -> None:
-        """Adds the table entries the device has not seen yet."""
-        first = seq.num_sent_blocks
-        if first < len(seq.block_ids):
-            block_ids = tuple(seq.block_ids[first:])
-            updates.append(BlockTableUpdate(slot=seq.slot, first_index=first, block_ids=block_ids))
-            seq.num_sent_blocks = len(seq.block_ids)
+    def _send_blocks(self, seq: Sequence) -> BlockTableUpdate:
+        """The table entries the device has not seen yet."""
+        first, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_ids)
+        return BlockTableUpdate(slot=seq.slot, first_index=first, block_ids=tuple(seq.block_ids[first:]))
 
     # ---------------------------------------------------------------------------------------- checks
 

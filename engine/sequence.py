@@ -158,10 +158,12 @@ class Sequence:
     def append(self, token_ids: tuple[int, ...], *, is_decode_step: bool) -> None:
         """Tokens of a read step. A decode step also committed as many K/V; a prefill row's come with its chunk."""
         self.token_ids.extend(token_ids)
-        if is_decode_step:
-            self.committed_len += len(token_ids)
-            self.launched_len = self.committed_len
-        self.check()
+        if not is_decode_step:
+            self.check()
+            return
+        self.committed_len += len(token_ids)
+        self.launched_len = self.committed_len
+        assert self.keyed_len <= self.committed_len == len(self.token_ids) - 1 < self.max_len, self
 
     def check(self) -> None:
         """The invariant of the module's docstring."""

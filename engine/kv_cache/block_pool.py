@@ -51,9 +51,10 @@ class BlockPool:
         """Owners of a block."""
         return self._num_refs[block_id]
 
-    def is_writable(self, block_id: int) -> bool:
-        """True for a block with exactly one owner whose content no prefix key promises to anyone."""
-        return self._num_refs[block_id] == 1 and self._key_of[block_id] is None
+    def are_writable(self, block_ids: list[int]) -> bool:
+        """Whether each has exactly one owner, and no prefix key promises its content to anyone."""
+        num_refs, key_of = self._num_refs, self._key_of
+        return all([num_refs[block_id] == 1 and key_of[block_id] is None for block_id in block_ids])
 
     def allocate(self, num: int) -> list[int]:
         """Takes `num` blocks with one reference each, evicting cached blocks when nothing else is left."""

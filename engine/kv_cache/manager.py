@@ -4,6 +4,8 @@ Owns the pool and the keys; never decides who runs. Slots of a sequence are posi
 p // block_size of its block table.
 """
 
+from collections.abc import Iterable
+
 from engine.config.engine import EngineConfig
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix_keys import extend_keys
@@ -51,10 +53,11 @@ class KvCacheManager:
         seq.block_ids.extend(self.pool.allocate(num_blocks))
         assert len(seq.block_ids) <= self._max_blocks_per_seq, seq
 
-    def assert_writable(self, seq: Sequence, start: int) -> None:
-        """Every block from position `start` on is this sequence's alone and promised to no one by a key."""
-        for block_id in seq.block_ids[start // self.block_size :]:
-            assert self.pool.is_writable(block_id), f"block {block_id} would be written while shared: {seq}"
+    def assert_writable(self, seqs: Iterable[Sequence]) -> None:
+        """Every block from launched_len on is the sequence's alone and promised to no one by a key."""
+        for seq in seqs:
+            block_ids = seq.block_ids[seq.launched_len // self.block_size :]
+            assert self.pool.are_writable(block_ids), f"one of {block_ids} would be written while shared: {seq}"
 
     def key_filled_blocks(self, seq: Sequence) -> None:
         """Enters blocks that are full of read tokens into the prefix cache."""

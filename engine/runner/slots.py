@@ -121,7 +121,9 @@ class SlotState:
 
     def inits_of(self, slots: Sequence[int]) -> tuple[SlotInit, ...]:
         """The host's copies of what the slots' requests asked for."""
-        return tuple([self.init_of(slot) for slot in slots])
+        inits = [init for slot in slots if (init := self._inits[slot]) is not None]
+        assert len(inits) == len(slots), f"of the slots {slots} one holds no request"
+        return tuple(inits)
 
     def init_of(self, slot: int) -> SlotInit:
         """The host's copy of what the slot's request asked for."""

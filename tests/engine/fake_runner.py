@@ -289,7 +289,7 @@ class FakeRunner:
         block_size = self.config.block_size
         block_id = self.slots[slot].table[position // block_size]
         assert block_id != 0, f"position {position} of slot {slot} has no block"
-        assert self.core._kv.pool.is_writable(block_id), f"block {block_id} is shared or keyed, and written"
+        assert self.core._kv.pool.are_writable([block_id]), f"block {block_id} is shared or keyed, and written"
         assert block_id in self._host_blocks(slot), f"block {block_id} is written by slot {slot}, which does not own it"
         memory[block_id, position % block_size] = content
 

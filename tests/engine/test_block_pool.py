@@ -39,9 +39,9 @@ def test_cached_blocks_are_evicted_last_tail_first_and_least_recent_first():
 def test_sharing_counts_references_and_forbids_writing():
     pool = BlockPool(num_blocks=4)
     blocks = pool.allocate(2)
-    assert pool.is_writable(blocks[0])
+    assert pool.are_writable(blocks[:1])
     pool.put_key(blocks[0], b"k")
-    assert not pool.is_writable(blocks[0])
+    assert not pool.are_writable(blocks[:1])
     hit = pool.match([b"k", b"unknown"])
     pool.share(hit)
     assert pool.num_refs(blocks[0]) == 2
