@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 _FORGET = 0.8  # weight of a decode time seen before, at each new one
 _CHUNKS = 8  # that are remembered
+_REMEMBERED = 128  # steps with prompts, after which a size that took too long is tried again
 LEAST_TOKENS = 64  # a prompt makes this much progress a step, whatever the target
 SEVERAL_TOKENS = 384  # of short prompts that share a step with decode rows
 BACKLOG_TOKENS = 2048  # of waiting prompts, from where on throughput counts
@@ -49,6 +50,8 @@ class PrefillPace:
         self._target_s = target_s
         self._decode_s: dict[int, float] = {}  # bucket of the decode rows' tokens -> seconds without prompts
         self._chunks: deque[tuple[int, float]] = deque(maxlen=_CHUNKS)  # (prompt tokens, seconds they added)
+        self._too_large: int | None = None  # smallest bucket of all tokens of a step that lately missed the target
+        self._steps_since = 0  # with prompts
 
     def tokens_beside(self, num_decode: int, verify_len: int) -> int:
         """Prompt tokens for a step with these decode rows. Until a prompt was seen: the least."""
@@ -59,11 +62,17 @@ class PrefillPace:
         left_s = self._target_s - self._most_s(_bucket(num_decode * (verify_len + 1)))
         if left_s <= LEAST_TOKENS * token_s:
             return LEAST_TOKENS
-        return int(left_s / token_s)
+        tokens = int(left_s / token_s)
+        if self._too_large is not None:
+            tokens = min(tokens, _largest(self._too_large - 1) - num_decode * (verify_len + 1))
+        return max(tokens, LEAST_TOKENS)
 
     def observe(self, *, num_decode: int, verify_len: int, prompt_tokens: int, duration_s: float) -> None:
         """A step that has run."""
-        bucket = _bucket(num_decode * (verify_len + 1))
+        decode_tokens = num_decode * (verify_len + 1)
+        bucket = _bucket(decode_tokens)
+        if prompt_tokens and num_decode:
+            self._judge(_bucket(decode_tokens + prompt_tokens), duration_s)
         if prompt_tokens:
             alone_s = self._least_s(bucket) if num_decode else 0.0
             if 0.0 < duration_s <= alone_s:  # alone they take less than with a prompt: the times known were accidents
@@ -74,6 +83,16 @@ class PrefillPace:
         elif num_decode:
             before_s = self._decode_s.get(bucket, duration_s)
             self._decode_s[bucket] = before_s * _FORGET + duration_s * (1 - _FORGET)
+
+    def _judge(self, bucket: int, duration_s: float) -> None:
+        """A few tokens more can take a program of a larger size, and much longer. One that took too long is left alone
+        for some time, unless the time was an accident: as large a step has kept the target since."""
+        self._steps_since += 1
+        if duration_s > self._target_s:
+            self._too_large = bucket if self._too_large is None else min(bucket, self._too_large)
+            self._steps_since = 0
+        elif self._too_large is not None and (bucket >= self._too_large or self._steps_since > _REMEMBERED):
+            self._too_large = None
 
     def _most_s(self, bucket: int) -> float:
         """Seconds that such rows take alone; of ones not seen alone, what more rows took, or the longest that any did:
@@ -92,3 +111,9 @@ def _bucket(num_tokens: int) -> int:
     """Four of them to each power of two, ascending."""
     exponent = max((num_tokens - 1).bit_length() - 3, 0)
     return 4 * exponent + ((num_tokens - 1) >> exponent)
+
+
+def _largest(bucket: int) -> int:
+    """Tokens, the most of this bucket."""
+    exponent = max(bucket // 4 - 1, 0)
+    return (bucket - 4 * exponent + 1) << exponent

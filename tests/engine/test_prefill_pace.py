@@ -192,6 +192,21 @@ def test_rows_count_by_their_tokens():
     assert pace.tokens_beside(16, 15) == pace.tokens_beside(64, 7) == pytest.approx(1000, abs=1)
 
 
+def test_a_program_that_is_too_large_is_tried_seldom():
+    """Steps take what their program's size does, and the next size takes much more than the tokens beyond this one."""
+    pace, late, sizes = PrefillPace(target_s=0.025), 0, []
+    for number in range(600):
+        tokens = min(pace.tokens_beside(40, 7), 512) if number % 3 else 0
+        seconds = next(
+            s for most, s in ((320, 0.010), (512, 0.013), (768, 0.018), (1024, 0.031)) if 320 + tokens <= most
+        )
+        pace.observe(num_decode=40, verify_len=7, prompt_tokens=tokens, duration_s=seconds)
+        late += seconds > 0.025
+        sizes.append(tokens)
+    assert 1 <= late <= 5
+    assert sum(size == 448 for size in sizes) > 300  # the program below it is filled
+
+
 def test_one_slow_step_is_forgotten():
     pace = PrefillPace(target_s=0.02)
     pace.observe(num_decode=0, verify_len=15, prompt_tokens=2000, duration_s=0.02)
