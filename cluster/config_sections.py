@@ -195,7 +195,7 @@ class EngineSection(Section):
         json_schema_extra=RESTART,
         description="Milliseconds a step that decodes may take: prompts join it only as far as that allows, by the "
         "times of earlier steps, yet at least 64 tokens. Default: a prompt joins as far as max_num_batched_tokens "
-        "allows, and several that arrive together take turns, unless more than 2,048 tokens wait.",
+        "allows, and several that arrive together take turns, unless more than 1,536 tokens wait.",
     )
     synthetic_acceptance_length: float | None = Field(
         default=None,

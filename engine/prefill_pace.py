@@ -18,25 +18,30 @@ _CHUNKS = 8  # that are remembered
 _REMEMBERED = 128  # steps with prompts, after which a size that took too long is tried again
 LEAST_TOKENS = 64  # a prompt makes this much progress a step, whatever the target
 SEVERAL_TOKENS = 384  # of short prompts that share a step with decode rows
-BACKLOG_TOKENS = 2048  # of waiting prompts, from where on throughput counts
+BACKLOG_TOKENS = 1536  # of waiting prompts, from where on throughput counts
 
 
-def tokens_of_several(decode_tokens: int, waiting: Iterable[int], most: int) -> int:
+def tokens_of_several(num_decode: int, width: int, waiting: Iterable[int], most: int) -> int:
     """Prompt tokens of a step with decode rows if they are of several prompts.
 
-    decode_tokens: tokens of the decode rows. waiting: lengths of the prompts that wait. most: what the step has left.
+    width: tokens of a decode row. waiting: lengths of the prompts that wait. most: what the step has left.
 
     A step of decode rows and three prompts takes as long as three with one each, of which every stream gets tokens and
     the first two prompts theirs sooner. So several together add no more than the decode rows themselves, or than
     SEVERAL_TOKENS beside few rows; under full load, where decode rows are many, that fills the slots of those that
-    end. A backlog says that it does not: then all that fit join.
+    end. A backlog says that it does not: then all that fit join. Where prompts are rows beside the decode rows, these
+    many leave no filler rows (`engine.runner.decode_programs.row_buckets`), if two thirds of them are enough for it.
     """
     total = 0
     for length in waiting:
         total += length
         if total > BACKLOG_TOKENS:
             return most
-    return min(most, max(SEVERAL_TOKENS, decode_tokens))
+    num_rows = max(SEVERAL_TOKENS // width, num_decode)
+    power = 1 << ((num_decode + num_rows).bit_length() - 1)
+    sizes = [size for size in (power, power * 5 // 4, power * 6 // 4) if size <= num_decode + num_rows]
+    fitting = sizes[-1] - num_decode
+    return min(most, width * (fitting if 3 * fitting >= 2 * num_rows else num_rows))
 
 
 class PrefillPace:

@@ -186,12 +186,12 @@ class Scheduler:
                 break
             if seq.state is SequenceState.RUNNING and self._own(draft, seq, self._slots_needed(seq, verify_cap)):
                 draft.decode.append(seq)
-        decode_tokens = len(draft.decode) * (verify_cap + 1)
-        draft.budget -= decode_tokens
+        draft.budget -= len(draft.decode) * (verify_cap + 1)
         if self._pace is not None and draft.decode:
             draft.budget = min(draft.budget, self._pace.tokens_beside(len(draft.decode), verify_cap))
         elif draft.decode and self.waiting:
-            draft.several = tokens_of_several(decode_tokens, (len(seq.token_ids) for seq in self.waiting), draft.budget)
+            waiting = (len(seq.token_ids) for seq in self.waiting)
+            draft.several = tokens_of_several(len(draft.decode), verify_cap + 1, waiting, draft.budget)
         return draft, verify_cap
 
     def _slots_needed(self, seq: Sequence, verify_len: int) -> int:

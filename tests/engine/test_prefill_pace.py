@@ -85,25 +85,25 @@ def arrive_together(depth, lengths, *, num_streams=3, target_ms=None):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_short_prompts_that_arrive_together_take_turns(depth):
-    # 256 of the first and 128 of the second; then what is left of the second, and so on.
-    assert arrive_together(depth, [256, 256, 256]) == [[256, 128], [128, 256]]
+    # 48 - 3 rows of 8 tokens: 256 of the first and 104 of the second; then 48 - 4, as the first decodes.
+    assert arrive_together(depth, [256, 256, 256]) == [[256, 104], [152, 200], [56]]
     assert arrive_together(depth, [100, 100, 100]) == [[100, 100, 100]]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_long_prompt_is_whole_and_the_next_waits_for_it(depth):
-    assert arrive_together(depth, [1500, 256, 200]) == [[1500], [256, 128], [72]]
+    assert arrive_together(depth, [1100, 256, 150]) == [[1100], [256, 96], [54]]
 
 
 def test_several_prompts_may_add_as_much_as_many_decode_rows():
-    # 60 rows of 8 tokens
+    # 60 rows of 8 tokens; the 36 that would fill a program of 96 are too few.
     assert arrive_together(0, [250, 250, 250], num_streams=60) == [[250, 230], [20, 250]]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_backlog_joins_as_far_as_the_budget_allows(depth):
     # All that three decode rows leave of 2,048 tokens; what is left then is a backlog no more.
-    assert arrive_together(depth, [256] * 10) == [[256] * 7 + [232], [24, 256, 104], [152]]
+    assert arrive_together(depth, [256] * 10) == [[256] * 7 + [232], [24, 256, 24], [232]]
 
 
 def test_a_target_takes_the_place_of_turns():
@@ -111,11 +111,15 @@ def test_a_target_takes_the_place_of_turns():
 
 
 def test_tokens_of_several_prompts():
-    assert tokens_of_several(8, [256, 256], 8000) == SEVERAL_TOKENS
-    assert tokens_of_several(1024, [256, 256], 8000) == 1024
-    assert tokens_of_several(8, [256, 256], 100) == 100
-    assert tokens_of_several(8, [BACKLOG_TOKENS], 8000) == SEVERAL_TOKENS
-    assert tokens_of_several(8, [BACKLOG_TOKENS, 1], 8000) == 8000
+    assert tokens_of_several(32, 8, [256, 256], 8000) == SEVERAL_TOKENS == 384
+    assert tokens_of_several(1, 8, [256, 256], 8000) == 47 * 8  # 48 rows in all
+    assert tokens_of_several(40, 8, [256, 256], 8000) == 40 * 8  # 80
+    assert tokens_of_several(124, 8, [256, 256], 8000) == 124 * 8
+    assert tokens_of_several(16, 16, [256, 256], 8000) == 24 * 16  # 40
+    assert tokens_of_several(128, 1, [256, 256], 8000) == 384
+    assert tokens_of_several(32, 8, [256, 256], 100) == 100
+    assert tokens_of_several(32, 8, [BACKLOG_TOKENS], 8000) == 384
+    assert tokens_of_several(32, 8, [BACKLOG_TOKENS, 1], 8000) == 8000
 
 
 def test_a_target_that_cannot_be_kept_still_lets_prompts_through():
