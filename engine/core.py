@@ -257,9 +257,9 @@ class EngineCore:
         num_tokens = len(token_ids)
         assert num_tokens <= row.num_accepted + 1 <= row.num_drafted + 1, f"{row} of {seq}"
         assert num_tokens > 0 or row.finish is Finish.ERROR, f"{row} of {seq}"
-        drafted, accepted = drafts_at_risk(
-            num_tokens=num_tokens, num_drafted=row.num_drafted, num_accepted=row.num_accepted
-        )
+        drafted, accepted = row.num_drafted, row.num_accepted
+        if num_tokens <= accepted:  # a cut block
+            drafted, accepted = drafts_at_risk(num_tokens=num_tokens, num_drafted=drafted, num_accepted=accepted)
         seq.append(token_ids, is_decode_step=is_decode_step)
         self._counters.generation_tokens += num_tokens
         if is_decode_step:
