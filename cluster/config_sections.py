@@ -175,8 +175,9 @@ class EngineSection(Section):
     drafter_weights: Literal["auto", "model", "int8"] = Field(
         default="auto",
         json_schema_extra=RESTART,
-        description="Type of the drafter's weights: the model's, or 8 bits (CPU), which changes drafts, never output. "
-        "auto: 8 bits where the CPU kernel for them runs.",
+        description="Type of the drafter's weights: the model's, or 8 bits (bfloat16 models), which changes drafts, "
+        "never output. On CUDA steps of few rows read the 8 bits, and both types are held. auto: 8 bits where the CPU "
+        "kernel for them runs, the model's on CUDA.",
     )
     drafter_tensor_parallel: bool = Field(
         default=True,

@@ -94,6 +94,19 @@ def packed_copies_bytes(config: EngineConfig, machine: Machine) -> int:
     return total
 
 
+def int8_copies_bytes(config: EngineConfig) -> int:
+    """Bytes over all ranks of a GPU engine's second weights for drafts, in 8 bits: of the drafter's matrices, of the
+    copies of K's and V's rows that make the context, and of the head. Small matrices have none; their bytes are counted
+    all the same."""
+    target, drafter = config.target, config.drafter
+    if config.device != "cuda" or config.drafter_weights != "int8" or drafter is None:
+        return 0
+    context = 2 * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim * drafter.hidden_size
+    head = 0 if drafter.draft_vocab_size else target.vocab_size * target.hidden_size
+    embedding = drafter.vocab_size * drafter.hidden_size if drafter.own_embedding else 0
+    return num_matrix_elements(drafter) - embedding + context + head
+
+
 def penalty_workspace_bytes(config: EngineConfig) -> int:
     """Bytes over all ranks of what penalties keep for every slot: for each vocabulary id an int32 count and a flag, and
     on every rank the ids said so far (int32)."""
@@ -190,9 +203,11 @@ def _check_memory(
     else:
         assert machine.accelerator is not None
         total, where = machine.accelerator.memory_bytes, machine.accelerator.name
-        needed = (weights + penalties) // ranks + cache + config.draft_logits_bytes
+        drafting = int8_copies_bytes(config)
+        needed = (weights + drafting + penalties) // ranks + cache + config.draft_logits_bytes
         cache_term = _size(cache)
-        weights_term = _size(weights) if ranks == 1 else f"{_size(weights)} / {ranks} ranks"
+        weights_term = _size(weights) + (f" + 8-bit copies for drafts {_size(drafting)}" if drafting else "")
+        weights_term += "" if ranks == 1 else f" / {ranks} ranks"
     if needed > total:
         penalties_term = f" + penalty counts {_size(penalties)}" if penalties else ""
         drafts = config.draft_logits_bytes

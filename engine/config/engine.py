@@ -18,8 +18,8 @@ class EngineConfig:
     draft_block_width: W, the rows of the drafter's block when it is not the trained one, from max_draft_len + 1. The
         block is not causal, so the drafts of another width are another drafter's: see `block_width`.
     num_blocks:      KV blocks including the null block 0; 0: a GPU engine measures its memory (see `engine.rank`).
-    drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits (CPU only, where
-        the kernel for them runs).
+    drafter_weights: int8: the drafter's matrices, and the head where it drafts, are rounded to 8 bits: on the CPU
+        where the kernel for them runs; on CUDA beside the others, for few rows (`engine.kernels.int8_choice`).
     decode_programs: how decode rows run: "graphs" (fixed shapes, captured, CUDA only), "repeated" (the same shapes and
         buffers, called each time), "eager" (shapes that follow the batch, decode rows and prompts in one forward).
     synthetic_acceptance_length: mean tokens a drafting row emits per step, drafts accepted by decree

@@ -34,7 +34,8 @@ def resolve_drafter_weights(
     asked: str, drafter: DrafterConfig | None, device: str, dtype: str
 ) -> Literal["model", "int8"]:
     """asked: "auto" takes int8 where a CPU may have the kernel for it; where that does not run, the loader keeps the
-    model's type. Only who insists on int8 has it looked for here, since that imports torch.
+    model's type. On CUDA it takes the model's. Only who insists on int8 has the kernels looked for here, since that
+    imports torch.
 
     Raises:
         ValueError: int8 was asked for and cannot be had; the message says why.
@@ -42,16 +43,28 @@ def resolve_drafter_weights(
     obstacle: str | None
     if drafter is None:
         obstacle = "there is no drafter (no speculative_config)"
-    elif device != "cpu":
-        obstacle = f"8-bit weights are a CPU format, and device is '{device}'"
+    elif device not in ("cpu", "cuda"):
+        obstacle = f"device '{device}' has no weights"
     elif dtype != "bfloat16":
         obstacle = f"8-bit weights need dtype 'bfloat16', not '{dtype}'"
     elif asked == "int8":
-        from engine.layers.cpu_jit import unavailable_reason
-
-        obstacle = unavailable_reason()
+        obstacle = _missing_kernel(device)
     else:
         obstacle = None
     if asked == "int8" and obstacle is not None:
         raise ValueError(f"drafter_weights: 'int8' cannot be had: {obstacle}; use 'auto' or 'model'")
+    if asked == "auto" and device == "cuda":
+        return "model"
     return "model" if asked == "model" or obstacle is not None else "int8"
+
+
+def _missing_kernel(device: str) -> str | None:
+    """Why the kernels that multiply by 8-bit weights cannot run in this process; None: they can."""
+    if device == "cuda":
+        from engine.kernels.available import unavailable_reason as cuda_reason
+
+        reason = cuda_reason()
+        return None if reason is None else f"8-bit weights need the Triton kernels, which cannot run ({reason})"
+    from engine.layers.cpu_jit import unavailable_reason as cpu_reason
+
+    return cpu_reason()

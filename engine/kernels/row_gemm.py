@@ -27,6 +27,7 @@ from engine.kernels.tile_product import shared_sum, tile_product
 def _row_gemm_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     squares_ptr,
     residual_ptr,
@@ -50,6 +51,7 @@ def _row_gemm_kernel(
     BK: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    WEIGHT_SCALE: tl.constexpr,
     NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
@@ -100,6 +102,8 @@ def _row_gemm_kernel(
         last, sums = shared_sum(sums, part_ptr, count_ptr, unit, split, BM, BN, SPLITS)
     if last:
         y = sums
+        if WEIGHT_SCALE:
+            y *= tl.load(scale_ptr + weight_row)[None, :]
         if NORM:
             y *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
         if BIAS:
@@ -141,6 +145,7 @@ def row_gemm(
     out_MN: Tensor,
     *,
     cut: GemmCut,
+    scale: Tensor | None = None,
     count: Tensor | None = None,
     bias: Tensor | None = None,
     swiglu: bool = False,
@@ -161,7 +166,8 @@ def row_gemm(
     N = out_MN.shape[1]
     assert weight.shape == ((2 if swiglu else 1) * N, K)
     assert weight.is_contiguous()
-    assert x.dtype == weight.dtype
+    assert weight.dtype == (x.dtype if scale is None else torch.int8)
+    assert scale is None or (scale.shape == weight.shape[:1] and scale.dtype == torch.float32)
     assert x.stride(1) == out_MN.stride(1) == 1
     assert residual_MN is None or (residual_MN.stride(1) == 1 and residual_MN.shape == out_MN.shape)
     assert bias is None or not swiglu
@@ -187,6 +193,7 @@ def row_gemm(
     _row_gemm_kernel[(n_tiles, cut.num_splits, m_tiles)](
         x,
         weight,
+        nothing if scale is None else scale,
         nothing if bias is None else bias,
         nothing if scaled_in is None else scaled_in.squares_MP,
         nothing if residual_MN is None else residual_MN,
@@ -210,6 +217,7 @@ def row_gemm(
         BK=cut.inputs,
         PARTS=max(64, triton.next_power_of_2(parts)),  # few kernels for all the cuts that may come before
         SPLITS=cut.num_splits,
+        WEIGHT_SCALE=scale is not None,
         NORM=scaled_in is not None,
         SWIGLU=swiglu,
         BIAS=bias is not None,

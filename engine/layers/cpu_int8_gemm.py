@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.layers.cpu_gemm import ALIGN, MAX_SELF_WIDENED, GemmLayer, load_kernels
-from engine.layers.cpu_quantise_ir import WEIGHT_MAX, activation_max
+from engine.layers.cpu_quantise_ir import activation_max
 from engine.layers.cpu_tile_ir import PANEL
+from engine.layers.int8_weight import round_weight
 
 K_MULTIPLE = 8  # the quantiser takes eight activations at a time
 _MIN_ACTIVATION_MAX = 1023  # 11 bits; with fewer, activations would cost more precision than the weights do
@@ -23,14 +24,14 @@ def suits_int8(k: int) -> bool:
 
 
 def pack_int8(weight_OK: Tensor) -> tuple[Tensor, Tensor]:
-    """[o, k] -> (int8 [panels, k / 2, 16, 2], float32 scale [panels * 16]); weight ~ scale * int8, off by half a scale
-    at most."""
+    """[o, k] -> (int8 [panels, k / 2, 16, 2], float32 scale [panels * 16]): a `round_weight`, its outputs filled
+    up with zeros."""
     o, k = weight_OK.shape
     panels = -(-o // PANEL)
-    wide = torch.zeros(panels * PANEL, k)
-    wide[:o] = weight_OK.detach()
-    scale = wide.abs().amax(dim=1) / WEIGHT_MAX
-    rounded = (wide / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
+    exact = round_weight(weight_OK)
+    rounded = torch.zeros(panels * PANEL, k, dtype=torch.int8)
+    scale = torch.zeros(panels * PANEL)
+    rounded[:o], scale[:o] = exact.rounded, exact.scale
     pairs = rounded.view(torch.int16).view(panels, PANEL, k // 2)  # moved together
     return pairs.transpose(1, 2).contiguous().view(torch.int8).view(panels, k // 2, PANEL, 2), scale
 

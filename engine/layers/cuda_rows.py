@@ -25,7 +25,9 @@ from engine.kernels.available import (
     unavailable_reason,
 )
 from engine.kernels.gemm_choice import GemmCut, StreamCut, gemm_cut, head_cut, stream_cut
+from engine.kernels.int8_choice import int8_cut
 from engine.kernels.wide_choice import WideCut, argmax_cut, swiglu_cut
+from engine.layers.int8_weight import Int8Weight
 from engine.layers.layer_weights import LayerWeights
 
 if TYPE_CHECKING:
@@ -63,6 +65,11 @@ def stream_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = F
     if dtype != torch.bfloat16 or not copy_engine():
         return None
     return stream_cut(rows=rows, K=K, N=N, swiglu=swiglu)
+
+
+def int8_of(*, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
+    """`int8_cut` on this machine's GPU."""
+    return int8_cut(rows=rows, K=K, N=N, swiglu=swiglu, shared_bytes=shared_bytes())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,16 +221,23 @@ class CudaRows:
         )
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, count: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None,
+        count: Tensor,
+        int8: Int8Weight | None = None,
     ) -> Tensor | None:
-        """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: `split_counters`."""
+        """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: `split_counters`. int8:
+        the weight in 8 bits, which still fewer rows are multiplied by."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
-        cut = cut_of(weight.dtype, rows=rows, K=K, N=N)
-        if cut is None:
+        in_int8 = int8 is not None and int8_of(rows=rows, K=K, N=N) is not None
+        if not in_int8 and cut_of(weight.dtype, rows=rows, K=K, N=N) is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        self._triton_product(x.reshape(rows, K), weight, out, bias=bias, count=count)
+        self._triton_product(x.reshape(rows, K), weight, out, bias=bias, count=count, int8=int8)
         return out.view(*x.shape[:-1], N)
 
     def write_context(
@@ -296,7 +310,7 @@ class CudaRows:
     def project_unturned(self, scaled: Scaled, layer: LayerWeights) -> Tensor:
         """The rows' heads [N, (h + 2g) * D] as the product leaves them. Only where `takes_layer`."""
         qkv = scaled.x_MK.new_empty(scaled.x_MK.shape[0], layer.qkv.shape[0])
-        self._product(scaled, layer.qkv, qkv, bias=layer.qkv_bias, count=layer.qkv_count)
+        self._product(scaled, layer.qkv, qkv, bias=layer.qkv_bias, count=layer.qkv_count, int8=layer.qkv_int8)
         return qkv
 
     def project_heads(
@@ -353,26 +367,46 @@ class CudaRows:
             residual_MN=x_NH,
             next_norm=post_norm,
             count=layer.o_count,
+            int8=layer.o_int8,
         )
         assert scaled is not None
         mixed = x_NH.new_empty(N, layer.down.shape[1])
-        self._product(scaled, layer.gate_up, mixed, swiglu=True, count=layer.gate_up_count)
-        return self._product(mixed, layer.down, out_NH, residual_MN=y_NH, next_norm=next_norm, count=layer.down_count)
+        self._product(
+            scaled, layer.gate_up, mixed, swiglu=True, count=layer.gate_up_count, int8=layer.gate_up_int8
+        )
+        return self._product(
+            mixed,
+            layer.down,
+            out_NH,
+            residual_MN=y_NH,
+            next_norm=next_norm,
+            count=layer.down_count,
+            int8=layer.down_int8,
+        )
 
-    def _product(self, x: Tensor | Scaled, weight: Tensor, out: Tensor, **fused: Any) -> Scaled | None:
-        """A layer's product with what is fused into it: the arguments of `row_gemm` but for cut and pdl."""
-        swiglu = fused.get("swiglu", False)
-        cut = stream_of(weight.dtype, rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
+    def _product(
+        self, x: Tensor | Scaled, weight: Tensor, out: Tensor, int8: Int8Weight | None, **fused: Any
+    ) -> Scaled | None:
+        """A layer's product with what is fused into it: the arguments of `row_gemm` but for cut, scale and pdl."""
+        shape = {"rows": out.shape[0], "K": weight.shape[1], "N": out.shape[1], "swiglu": fused.get("swiglu", False)}
+        in_int8 = int8 is not None and int8_of(**shape) is not None
+        cut = None if in_int8 else stream_of(weight.dtype, **shape)
         if cut is None:
-            return self._triton_product(x, weight, out, **fused)
+            return self._triton_product(x, weight, out, int8, **fused)
         from engine.kernels.stream_gemm import stream_gemm
 
         return stream_gemm(x, weight, out, cut=cut, pdl=self.pdl, **fused)
 
-    def _triton_product(self, x: Tensor | Scaled, weight: Tensor, out: Tensor, **fused: Any) -> Scaled | None:
+    def _triton_product(
+        self, x: Tensor | Scaled, weight: Tensor, out: Tensor, int8: Int8Weight | None, **fused: Any
+    ) -> Scaled | None:
+        """`_product` by the kernel that knows all types, from the weights of 8 bits where they suit so few rows."""
         from engine.kernels.row_gemm import row_gemm
 
-        swiglu = fused.get("swiglu", False)
-        cut = cut_of(weight.dtype, rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
+        shape = {"rows": out.shape[0], "K": weight.shape[1], "N": out.shape[1], "swiglu": fused.get("swiglu", False)}
+        cut = None if int8 is None else int8_of(**shape)
+        if int8 is not None and cut is not None:
+            return row_gemm(x, int8.rounded, out, cut=cut, scale=int8.scale, pdl=self.pdl, **fused)
+        cut = cut_of(weight.dtype, **shape)
         assert cut is not None
         return row_gemm(x, weight, out, cut=cut, pdl=self.pdl, **fused)

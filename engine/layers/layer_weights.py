@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.layers.int8_weight import Int8Weight
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """A decoder layer's tensors; see `engine.models.decoder.DecoderLayer`. qk_norm: [h + g, D] or None.
 
-    qkv_count and its like: their `engine.layers.cuda_rows.split_counters`.
+    qkv_count and its like: their `engine.layers.cuda_rows.split_counters`. qkv_int8 and its like: a drafter's in 8 bits.
     """
 
     input_norm: Tensor
@@ -29,3 +31,7 @@ class LayerWeights:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    qkv_int8: Int8Weight | None = None
+    o_int8: Int8Weight | None = None
+    gate_up_int8: Int8Weight | None = None
+    down_int8: Int8Weight | None = None

@@ -1,5 +1,5 @@
 """`Linear`: the one matrix layer every model uses: torch; once prepared, the CPU kernel of `cpu_gemm`; for few rows on
-CUDA, the Triton kernel of `engine.kernels.row_gemm`."""
+CUDA, the Triton kernel of `engine.kernels.row_gemm`, for a drafter by weights of 8 bits."""
 
 import functools
 
@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.kernels.int8_choice import keeps_int8
 from engine.layers.cpu_gemm import PackedMatrix
 from engine.layers.cpu_int8_gemm import Int8Matrix, suits_int8
 from engine.layers.cpu_jit import KERNEL_DTYPES, max_kernel_rows, unavailable_reason
 from engine.layers.cuda_rows import cuda_rows, split_counters
+from engine.layers.int8_weight import Int8Weight, round_weight
 
 _UPCAST_ROWS = 8192  # weight rows widened at a time where torch must return float32 from bfloat16 weights on the CPU
 
@@ -42,6 +44,7 @@ class Linear(nn.Module):
         self.out_dtype = out_dtype
         self._matrix: PackedMatrix | Int8Matrix | None = None
         self._max_kernel_rows: int | None = None
+        self.int8_weight: Int8Weight | None = None  # beside `weight`, for few rows on CUDA
 
     def prepare(self, threads: int | None = None, *, int8: bool = False) -> bool:
         """Called once, when the weights are in place. Returns True if the CPU kernel took over.
@@ -55,12 +58,15 @@ class Linear(nn.Module):
         rows, not between those and larger ones. Not so with float32 results, which torch has only from widened
         weights: there the kernel takes all rows.
         int8: rounds the weights of a bfloat16 matrix to 8 bits where the kernel runs and the shape suits it. What torch
-        multiplies is not rounded.
+        multiplies is not rounded. On CUDA a rounded copy, `int8_weight`, is kept beside the matrix where few rows gain by
+        it (`engine.kernels.int8_choice`).
         Raises ValueError if threads < 1.
         """
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}: use 1 or more")
-        assert self._matrix is None, "a layer is prepared once"
+        assert self._matrix is None and self.int8_weight is None, "a layer is prepared once"
+        if int8 and self.weight.dtype == torch.bfloat16 and cuda_rows(self.weight) and keeps_int8(*self.weight.shape):
+            self.int8_weight = round_weight(self.weight)
         if self.weight.device.type != "cpu" or self.weight.dtype not in KERNEL_DTYPES:
             return False
         if unavailable_reason() is not None:
@@ -112,7 +118,7 @@ class Linear(nn.Module):
             return self._matrix.matmul(x)
         on_gpu = cuda_rows(x)
         if on_gpu is not None:
-            y = on_gpu.linear(x, self.weight, self.bias, self.out_dtype, self.split_count)
+            y = on_gpu.linear(x, self.weight, self.bias, self.out_dtype, self.split_count, self.int8_weight)
             if y is not None:
                 return y
         if self.out_dtype is None or self.out_dtype == x.dtype:

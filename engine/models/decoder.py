@@ -136,6 +136,10 @@ class DecoderLayer(nn.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            qkv_int8=self.qkv.int8_weight,
+            o_int8=self.o.int8_weight,
+            gate_up_int8=self.gate_up.int8_weight,
+            down_int8=self.down.int8_weight,
         )
 
     def _forward_compiled(

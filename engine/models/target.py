@@ -115,13 +115,13 @@ class TargetModel(nn.Module):
         return TargetOutput(hidden_NH=self.norm.forward(x_NH), taps_NTH=taps_NTH)
 
     def add_draft_head(self) -> None:
-        """A second head for drafts, its weights rounded to 8 bits. Called once, after loading and before `head` is
-        prepared."""
+        """A second head for drafts, its weights rounded to 8 bits, where the device and the shape have that form. Called
+        once, after loading and before `head` is prepared."""
         head = self.head
         rounded = Linear(head.weight.shape[1], 0, dtype=head.weight.dtype, out_dtype=torch.float32)
         rounded.weight = nn.Parameter(head.weight.data, False)
-        rounded.prepare(int8=True)
-        self.draft_head = rounded
+        if rounded.prepare(int8=True) or rounded.int8_weight is not None:
+            self.draft_head = rounded
 
     def draft_logits(self, hidden_MH: Tensor) -> Tensor:
         """`logits` for drafting: by the rounded head where there is one."""
@@ -133,7 +133,7 @@ class TargetModel(nn.Module):
 
     def finds_peaks(self, num_rows: int) -> bool:
         """Whether `peaks` of so many rows is for less than `logits` and a search in them."""
-        on_gpu = cuda_rows(self.head.weight) if self.draft_head is None and not self.head.is_prepared else None
+        on_gpu = None if self.head.is_prepared else cuda_rows(self.head.weight)
         return on_gpu is not None and on_gpu.takes_head(num_rows, self.head.weight)
 
     def peaks(self, hidden_MH: Tensor) -> tuple[Tensor, Tensor]:

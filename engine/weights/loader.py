@@ -14,7 +14,6 @@ from engine.attention.backend import attention_of
 from engine.attention.context import Attention
 from engine.attention.kv_cache_tensors import DTYPES
 from engine.config.engine import EngineConfig
-from engine.layers.cpu_jit import unavailable_reason
 from engine.layers.linear import Linear
 from engine.models.decoder import DecoderLayer, LayerSpec
 from engine.models.dflash import DFlashDrafter
@@ -131,7 +130,7 @@ def load_target(
     )
     _load(model, list(target_placements(model)), config.model_dir, config.load_format, "load_format")
     owns_head = config.drafter is not None and config.drafter.draft_vocab_size > 0
-    if config.drafter_weights == "int8" and unavailable_reason() is None and not owns_head:
+    if config.drafter_weights == "int8" and not owns_head:
         model.add_draft_head()
     prepare_linears(model, exact=True)
     return model
@@ -180,9 +179,10 @@ def _load(model: nn.Module, placements: list[Placement], directory: str, load_fo
 
 
 def prepare_linears(model: nn.Module, *, exact: bool) -> None:
-    """Hands the model's matrices to the CPU kernel where there is one. exact: False rounds them to 8 bits."""
+    """Hands the model's matrices to the CPU kernel where there is one. exact: False rounds them to 8 bits, on CUDA those
+    that gain by it."""
     for module in model.modules():
-        if isinstance(module, Linear) and not module.is_prepared:
+        if isinstance(module, Linear) and not module.is_prepared and module.int8_weight is None:
             module.prepare(int8=not exact)
 
 
