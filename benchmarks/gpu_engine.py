@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from command_line import command_line
-from gpu_lab import Lab, dummy_config, read_bandwidth, save, show_progress, versions, weight_bytes
+from gpu_lab import Lab, drafting_bytes, dummy_config, read_bandwidth, save, show_progress, versions, weight_bytes
 from random_models import write_qwen3_8b
 
 from engine.config.decoding import DFlashDecodingConfig
@@ -33,7 +33,9 @@ from engine.config.engine import EngineConfig
 from engine.config.resolve import resolve_engine_config
 
 
-def smol_config(args: argparse.Namespace, *, draft_block_width: int | None = None) -> EngineConfig:
+def smol_config(
+    args: argparse.Namespace, *, draft_block_width: int | None = None, drafter_weights: str = "model"
+) -> EngineConfig:
     longest = max(args.draft_lens)
     spec = DFlashDecodingConfig(max_draft_len=longest, speculative_model=args.drafter) if longest else None
     return resolve_engine_config(
@@ -48,13 +50,19 @@ def smol_config(args: argparse.Namespace, *, draft_block_width: int | None = Non
         enable_prefix_caching=False,
         draft_len_choices=sorted({0, *args.draft_lens}) if spec else None,
         draft_block_width=draft_block_width,
+        drafter_weights=drafter_weights,
         decode_programs=args.programs,
         num_blocks=max(args.concurrency) * (-(-(args.max_model_len + 16) // args.block_size)) + 1,
     )
 
 
 def q8_config(
-    args: argparse.Namespace, directory: Path, *, draft_block_width: int | None = None, weights: bool = False
+    args: argparse.Namespace,
+    directory: Path,
+    *,
+    draft_block_width: int | None = None,
+    drafter_weights: str = "model",
+    weights: bool = False,
 ) -> EngineConfig:
     """Qwen3-8B's shapes; weights: those of the checkpoints in the directory, else random ones made in place."""
     longest = max(args.draft_lens)
@@ -67,6 +75,7 @@ def q8_config(
         max_draft_len=longest,
         draft_len_choices=tuple(sorted({0, *args.draft_lens})),
         draft_block_width=draft_block_width,
+        drafter_weights=drafter_weights if longest else "model",
         max_model_len=args.max_model_len,
         max_num_seqs=max(args.concurrency),
         max_num_batched_tokens=args.batched_tokens,
@@ -115,6 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32, 128])
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[0, 15], help="K = 0 alone: no drafter is loaded")
     parser.add_argument("--draft-block-width", type=int, help="rows of the drafter's block; default: as trained")
+    parser.add_argument("--drafter-weights", choices=("model", "int8"), default="model")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256, help="q8: length of the random prompts")
     parser.add_argument("--acceptance-length", type=float, default=6.5, help="q8: synthetic mean tokens per step")
@@ -137,19 +147,19 @@ def main() -> None:
     show_progress()
     cuda = args.device == "cuda"
     with tempfile.TemporaryDirectory() as scratch:
-        width = dict(draft_block_width=args.draft_block_width)
-        config = smol_config(args, **width) if args.model == "smol" else q8_config(args, Path(scratch), **width)
+        kind = dict(draft_block_width=args.draft_block_width, drafter_weights=args.drafter_weights)
+        config = smol_config(args, **kind) if args.model == "smol" else q8_config(args, Path(scratch), **kind)
         before = torch.cuda.mem_get_info()[0] if cuda else 0
         lab = Lab(config)
         free = torch.cuda.mem_get_info()[0] if cuda else 0
         runner = lab.rank.runner
         target, drafter = runner._target_program._model, runner._draft_program._drafter
-        head = target.head.weight if cuda else None
         bandwidth = read_bandwidth() if cuda else None
         record: dict[str, Any] = {
             "command": command_line(),
             "versions": versions(),
             "block_width": config.block_width,
+            "drafter_weights": config.drafter_weights,
             "start_s": round(lab.start_s, 1),
             "memory_gib": {"taken_by_start": round((before - free) / 2**30, 2), "free_after": round(free / 2**30, 2)},
             "read_bandwidth_tb_s": None if bandwidth is None else round(bandwidth / 1e12, 3),
@@ -183,8 +193,7 @@ def main() -> None:
             for draft_len, found in runs.items():
                 row = medians(found) | {"concurrency": concurrency, "draft_len": draft_len}
                 if bandwidth is not None:
-                    num_bytes = weight_bytes(target, drafter if draft_len else None)
-                    num_bytes += head.numel() * head.element_size() if draft_len else 0
+                    num_bytes = weight_bytes(target) + (drafting_bytes(target, drafter) if draft_len else 0)
                     row["roofline_ms"] = round(1e3 * num_bytes / bandwidth, 4)
                     row["step_over_roofline"] = round(row["decode_step_ms"] / row["roofline_ms"], 3)
                 if args.trace:

@@ -27,6 +27,7 @@ from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
 from engine.sampling.sampler import argmax_pair
+from engine.weights.loader import prepare_linears
 
 SHAPES = {
     "smollm2": {
@@ -99,10 +100,10 @@ def engine_config(model: str, sequences: int, context: int, num_layers: int | No
 class Step:
     """One decode step of `sequences` requests at a context length, K drafts each, on fixed inputs.
 
-    num_layers: of the target, by default all; at least seven.
+    num_layers: of the target, by default all; at least seven. drafter_weights: "int8" rounds them as an engine does.
     """
 
-    def __init__(self, model: str, num_layers: int | None = None) -> None:
+    def __init__(self, model: str, num_layers: int | None = None, drafter_weights: str = "model") -> None:
         self.num_layers = num_layers
         config = engine_config(model, 1, 64, num_layers)
         assert config.drafter is not None
@@ -115,6 +116,9 @@ class Step:
                 if weight.dim() == 2:
                     weight.data.normal_(std=0.02)
         self.drafter.finish_loading()
+        if drafter_weights == "int8":
+            self.target.add_draft_head()
+            prepare_linears(self.drafter, exact=False)
         self.model, self.tp = model, tp
 
     def prepare(self, *, sequences: int, context: int, draft_len: int) -> None:
@@ -190,13 +194,15 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[512])
     parser.add_argument("--draft-len", type=int, nargs="+", default=[0, 15])
+    parser.add_argument("--drafter-weights", choices=("model", "int8"), default="model")
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     results: list[dict[str, object]] = []
     with torch.inference_mode():
-        step = Step(arguments.model)
-        weights = sum(p.numel() for m in (step.target, step.drafter) for p in m.parameters() if p.dim() == 2)
+        step = Step(arguments.model, drafter_weights=arguments.drafter_weights)
+        matrices = [p for m in (step.target, step.drafter) for p in m.parameters() if p.dim() == 2]
+        weights = sum({p.data_ptr(): p.numel() for p in matrices}.values())
         for sequences in arguments.sequences:
             for context in arguments.context:
                 for draft_len in arguments.draft_len:
@@ -219,6 +225,7 @@ def main() -> None:
                         print(f"    {line}", file=sys.stderr)
     settings = {name: os.environ.get(name) for name in ("DFLASH_CUDA_KERNELS", "DFLASH_CUDA_DEPENDENT_LAUNCH")}
     floor = 2 * weights / READ_BYTES_PER_S * 1e6
+    settings["drafter_weights"] = arguments.drafter_weights
     write(arguments.out, results, model=arguments.model, settings=settings, weights_once_us=round(floor, 1))
 
 

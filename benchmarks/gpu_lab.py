@@ -22,6 +22,9 @@ from engine.config.drafter import parse_drafter_config
 from engine.config.engine import EngineConfig
 from engine.config.model import parse_target_config
 from engine.core import EngineCore
+from engine.layers.linear import Linear
+from engine.models.dflash import DFlashDrafter
+from engine.models.target import TargetModel
 from engine.rank import EngineRank
 from engine.request import EngineRequest
 from engine.runner.clock import StepClock
@@ -219,6 +222,18 @@ def weight_bytes(*modules: nn.Module | None) -> int:
                 continue
             seen.add(parameter.data_ptr())
             total += parameter.numel() * parameter.element_size()
+    return total
+
+
+def drafting_bytes(target: TargetModel, drafter: DFlashDrafter) -> int:
+    """Bytes of the weights that a step of few rows reads to draft, the head among them; of those in 8 bits, these."""
+    head = target.head.weight
+    total = weight_bytes(drafter) + head.numel() * head.element_size()
+    linears = {name: module for name, module in drafter.named_modules() if isinstance(module, Linear)}
+    for name, module in (*linears.items(), ("head", target.draft_head)):
+        if module is not None and module.int8_weight is not None and name != "context_kv":
+            rounded, scale = module.int8_weight.rounded, module.int8_weight.scale
+            total += rounded.numel() * (1 - module.weight.element_size()) + scale.numel() * scale.element_size()
     return total
 
 

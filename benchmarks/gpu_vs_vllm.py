@@ -49,7 +49,7 @@ from engine_load import (
     smol_bank,
 )
 from gpu_engine import q8_config, smol_config
-from gpu_lab import Lab, read_bandwidth, save, versions, weight_bytes
+from gpu_lab import Lab, drafting_bytes, read_bandwidth, save, versions, weight_bytes
 from random_models import write_qwen3_8b
 from vs_report import FAIL, draw, exit_code, peer_rates, report
 
@@ -81,6 +81,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip", choices=("ours", "peer"))
     parser.add_argument("--block-width", choices=("trained", "drafts"), default="trained", help="of this engine")
     parser.add_argument("--inter-token-target-ms", type=float, nargs="*", default=[], help="of this engine")
+    parser.add_argument(
+        "--drafter-weights", choices=("model", "int8"), default="model", help="of this engine; rows say which"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the rows that OUT.rows.json has")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
@@ -121,14 +124,13 @@ def bytes_of_a_step(lab: Lab) -> dict[str, float]:
     """What a step must read at least, and how fast this GPU reads."""
     runner, config = lab.rank.runner, lab.config
     target, drafter = runner._target_program._model, runner._draft_program._drafter
-    head = target.head.weight
     found = {
         "weights": weight_bytes(target),
         "kv_per_token": bytes_per_block(replace(config, drafter=None)) / config.block_size,
         "bytes_per_s": read_bandwidth(),
     }
     if drafter is not None:
-        found["weights_with_drafts"] = weight_bytes(target, drafter) + head.numel() * head.element_size()
+        found["weights_with_drafts"] = weight_bytes(target) + drafting_bytes(target, drafter)
         found["kv_per_token_with_drafts"] = bytes_per_block(config) / config.block_size
     return found
 
@@ -155,22 +157,25 @@ def our_side(args: argparse.Namespace) -> None:
     sizes = dict(prompt_tokens=256, tokens=2 * args.tokens, batched_tokens=8192, dtype="bfloat16")
     shape = argparse.Namespace(**vars(args) | sizes)
     longest = max(args.draft_lens)
-    width = dict(draft_block_width=longest + 1 if longest and args.block_width == "drafts" else None)
+    drafter: dict[str, Any] = dict(drafter_weights=args.drafter_weights if longest else "model")
+    drafter["draft_block_width"] = longest + 1 if longest and args.block_width == "drafts" else None
     rows: list[dict[str, Any]] = []
 
     def say(row: dict[str, Any]) -> None:
         if row["draft_len"] is not None:
             row["block_width"] = config.block_width if row["draft_len"] else 0
+            row["drafter_weights"] = config.drafter_weights
         rows.append(row)
         print("OURS", json.dumps(row), flush=True)
         args.out.write_text(json.dumps(rows) + "\n")
 
     if args.side == "smol":
-        config = smol_config(shape, **width)
+        config = smol_config(shape, **drafter)
     else:
-        config = q8_config(shape, args.models, **width, weights=True)
+        config = q8_config(shape, args.models, **drafter, weights=True)
     lab = Lab(config)
     start = dict(seconds=round(lab.start_s, 1), widths=args.block_width, draft_lens=args.draft_lens)
+    start["weights"] = args.drafter_weights
     say(dict(part="start", draft_len=None, **start, **versions()))
     if args.device == "cuda":
         say(dict(part="floor", draft_len=None, **bytes_of_a_step(lab)))
@@ -260,7 +265,7 @@ def run_engine(
     name = f"ours-{workload}" + (f"-{draft_lens[0]}" if args.block_width == "drafts" else "")
     out = scratch / f"{name}.json"
     command = [sys.executable, __file__, str(out), "--side", workload, "--draft-lens", *map(str, draft_lens)]
-    command += ["--block-width", args.block_width]
+    command += ["--block-width", args.block_width, "--drafter-weights", args.drafter_weights]
     command += ["--acceptance-length", str(args.acceptance_length), "--block-size", str(args.block_size)]
     command += ["--device", args.device, "--models", str(args.models or scratch / "models"), *load_command(args)]
     command += ["--rates", *map(str, [*args.rates, *rates])]
@@ -272,14 +277,19 @@ def run_engine(
     return run_side(command, out, args.out.with_suffix(f".{name}.log"), limit_s, dict(os.environ))
 
 
-def refuse_two_widths(rows: Sequence[dict[str, Any]], wanted: str) -> None:
-    """Speeds at one K and two widths are two speeds, which no report may hold as one."""
-    kept = {row.get("widths", "trained") for row in rows if (row["side"], row["part"]) == ("ours", "start")}
-    if kept - {wanted}:
-        raise SystemExit(
-            f"--block-width: OUT.rows.json has rows of {', '.join(sorted(kept))}, asked for is {wanted}; give another "
-            "OUT, and --peer-rows for the peer's rows"
-        )
+def refuse_two_drafters(rows: Sequence[dict[str, Any]], widths: str, weights: str) -> None:
+    """Speeds at one K by two widths or types of weights are two speeds, which no report may hold as one."""
+    starts = [row for row in rows if (row["side"], row["part"]) == ("ours", "start")]
+    for option, name, usual, wanted in (
+        ("--block-width", "widths", "trained", widths),
+        ("--drafter-weights", "weights", "model", weights),
+    ):
+        kept = {row.get(name, usual) for row in starts}
+        if kept - {wanted}:
+            raise SystemExit(
+                f"{option}: OUT.rows.json has rows of {', '.join(sorted(kept))}, asked for is {wanted}; give another "
+                "OUT, and --peer-rows for the peer's rows"
+            )
 
 
 def main() -> None:
@@ -292,7 +302,7 @@ def main() -> None:
         return
     kept = args.out.with_suffix(".rows.json")
     rows: list[dict[str, Any]] = json.loads(kept.read_text()) if args.resume and kept.is_file() else []
-    refuse_two_widths(rows, args.block_width)
+    refuse_two_drafters(rows, args.block_width, args.drafter_weights)
     if args.peer_rows:
         found = [row for row in json.loads(args.peer_rows.read_text()) if row["side"] == "vllm"]
         rows = [row for row in rows if row["side"] != "vllm"] + found

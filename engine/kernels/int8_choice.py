@@ -1,18 +1,21 @@
 """Which products of few rows take weights of 8 bits where a drafter has them, and how they are cut. Pure arithmetic on
 shapes.
 
-They cost the reading of their weights, of which 8 bits are half; the matrix units of SM80 and later take 8 weight rows
-and 16 rows of x at a time from registers, where the weights become bfloat16. Shapes: K inputs, N outputs.
+They cost the reading of their weights, of which 8 bits are half. Shapes: K inputs, N outputs, both of the matrix: with
+SwiGLU N counts gate and up rows.
 """
 
-from engine.kernels.gemm_choice import SM90_SHARED_BYTES, GemmCut
+from engine.kernels.gemm_choice import SM90_SHARED_BYTES, STREAM_ROWS, STREAM_TILE, GemmCut, StreamCut
 
-MAX_ROWS = 16  # above, the bfloat16 weights are read
+MAX_ROWS = STREAM_ROWS  # above, the bfloat16 weights are read
+STREAM_COLUMNS = 128  # of a copy, within which `in_stream_order` moves them
 _LEAST_WEIGHT = 1 << 22  # elements of a matrix; products of smaller ones cost their latency
 _K_MULTIPLE = 16  # bytes of a load
-_OUTPUTS = 64  # weight rows of a tile
-_PROGRAMS = 264  # two on each SM of the GPU that this was measured on
+_LEAST_INPUTS = 2048  # of a matrix whose weights the copy engine brings
+_PROGRAMS = 264  # at a time: two on each SM of the GPU that this was measured on
 _LEAST_STEPS = 4  # of a program that shares a sum
+_UNIT_STEPS = 1  # what a unit takes beside its steps, in steps
+_SHARE_STEPS = 1  # and a sum that is shared
 
 
 def keeps_int8(N: int, K: int) -> bool:
@@ -20,20 +23,41 @@ def keeps_int8(N: int, K: int) -> bool:
     return N * K > _LEAST_WEIGHT and K % _K_MULTIPLE == 0
 
 
+def streams_int8(N: int, K: int) -> bool:
+    """Whether `engine.kernels.stream_gemm` takes it, on GPUs that have that kernel."""
+    return keeps_int8(N, K) and N % STREAM_TILE == 0 and K % STREAM_COLUMNS == 0 and K >= _LEAST_INPUTS
+
+
+def int8_stream_cut(*, rows: int, K: int, N: int) -> StreamCut | None:
+    """The cut of a matrix of which `streams_int8`; None where the bfloat16 weights are the better choice."""
+    if not 0 < rows <= MAX_ROWS:
+        return None
+    tiles, steps = N // STREAM_TILE, K // STREAM_COLUMNS
+    best: tuple[int, int, int] | None = None
+    for splits in (n for n in range(1, max(1, steps // _LEAST_STEPS) + 1) if steps % n == 0):
+        units = -(-tiles * splits // _PROGRAMS)
+        cost = units * (steps // splits + _UNIT_STEPS + (_SHARE_STEPS if splits > 1 else 0))
+        if best is None or cost < best[0]:
+            best = cost, splits, units
+    assert best is not None
+    _, splits, units = best
+    return StreamCut(num_splits=splits, units=units, inputs=STREAM_COLUMNS, num_stages=8, staggered=units == 1)
+
+
 def int8_cut(
     *, rows: int, K: int, N: int, swiglu: bool = False, shared_bytes: int = SM90_SHARED_BYTES
 ) -> GemmCut | None:
-    """The cut of `row_gemm` with weights of 8 bits; None where the bfloat16 weights are the better choice.
+    """The cut of `engine.kernels.row_gemm`, for matrices and GPUs that the other kernel does not take; None where the
+    bfloat16 weights are the better choice.
 
-    With swiglu N counts gate rows alone.
+    The matrix units of SM80 and later take 8 weight rows and 16 rows of x at a time from registers.
     """
-    if not 0 < rows <= MAX_ROWS or not keeps_int8(N * (2 if swiglu else 1), K):
+    if not 0 < rows <= MAX_ROWS or not keeps_int8(N, K):
         return None
-    inputs = 256 if K >= 2048 else 64
-    outputs = _OUTPUTS // 2 if swiglu else _OUTPUTS
-    tiles, steps = -(-N // outputs), -(-K // inputs)
+    inputs, stages = 256 if K >= _LEAST_INPUTS else 64, 4
+    outputs = STREAM_TILE // 2 if swiglu else STREAM_TILE
+    tiles, steps = -(-N // STREAM_TILE), -(-K // inputs)
     of_each = -(-steps // max(1, min(_PROGRAMS // tiles, steps // _LEAST_STEPS)))
-    stages = 4
     cut = GemmCut(
         outputs=outputs,
         inputs=inputs,
@@ -42,5 +66,4 @@ def int8_cut(
         ahead=0,
         staggered=tiles <= _PROGRAMS,
     )
-    held = stages * inputs * (_OUTPUTS + 2 * max(16, 1 << (rows - 1).bit_length()))
-    return cut if held <= shared_bytes else None
+    return cut if stages * inputs * (STREAM_TILE + 2 * MAX_ROWS) <= shared_bytes else None

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from engine.kernels.gemm_choice import STREAM_ROWS, STREAM_TILE
 
-BOX = gl.constexpr(64)  # columns of a copy: 128 bytes, the width of the swizzle
+BOX = gl.constexpr(64)  # columns of a copy of x: 128 bytes, the width of the swizzle
 TILE = gl.constexpr(STREAM_TILE)
 BM = gl.constexpr(STREAM_ROWS)
 
@@ -25,26 +25,41 @@ def bring(
     x_full,
     empty,
     first_unit,
+    own_units,
     num_tiles,
     N,
     STEPS: gl.constexpr,
-    UNITS: gl.constexpr,
     BK: gl.constexpr,
     HALVES: gl.constexpr,
+    ITEM_BYTES: gl.constexpr,
     STAGGERED: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Brings the STEPS steps of each of a program's UNITS units."""
-    AHEAD: gl.constexpr = min(STAGES, STEPS * UNITS)
-    for number in range(AHEAD):
-        _bring_weights(w_desc, w_units, w_full, number, first_unit, num_tiles, N, STEPS, BK, HALVES, STAGGERED, STAGES)
+    """Brings the STEPS steps of each of a program's own_units units, at least one. ITEM_BYTES: of a weight."""
+    ahead = min(STAGES, STEPS * own_units)
+    for number in range(ahead):
+        _bring_weights(
+            w_desc,
+            w_units,
+            w_full,
+            number,
+            first_unit,
+            num_tiles,
+            N,
+            STEPS,
+            BK,
+            HALVES,
+            ITEM_BYTES,
+            STAGGERED,
+            STAGES,
+        )
     if PDL:
         gdc_wait()
-    for number in range(STEPS * UNITS):
+    for number in range(STEPS * own_units):
         stage = number % STAGES
         mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
-        if number >= AHEAD:
+        if number >= ahead:
             _bring_weights(
                 w_desc,
                 w_units,
@@ -56,6 +71,7 @@ def bring(
                 STEPS,
                 BK,
                 HALVES,
+                ITEM_BYTES,
                 STAGGERED,
                 STAGES,
             )
@@ -88,19 +104,21 @@ def _bring_weights(
     STEPS: gl.constexpr,
     BK: gl.constexpr,
     HALVES: gl.constexpr,
+    ITEM_BYTES: gl.constexpr,
     STAGGERED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    BOXES: gl.constexpr = BK // BOX
+    COLUMNS: gl.constexpr = 128 // ITEM_BYTES
+    BOXES: gl.constexpr = BK // COLUMNS
     HEIGHT: gl.constexpr = TILE // HALVES
     stage = number % STAGES
     unit = first_unit + number // STEPS
     tile, split = unit % num_tiles, unit // num_tiles
     place = split * STEPS + _turned(number % STEPS, tile, STEPS, STAGGERED)
-    mbarrier.expect(w_full.index(stage), TILE * BK * 2)
+    mbarrier.expect(w_full.index(stage), TILE * BK * ITEM_BYTES)
     for box in gl.static_range(BOXES):
         for half in gl.static_range(HALVES):
-            at = [tile * HEIGHT + half * N, place * BK + box * BOX]
+            at = [tile * HEIGHT + half * N, place * BK + box * COLUMNS]
             tma.async_copy_global_to_shared(
                 w_desc, at, w_full.index(stage), w_units.index((stage * BOXES + box) * HALVES + half)
             )

@@ -29,12 +29,29 @@ from engine.kernels.row_gemm import Scaled
 from engine.kernels.stream_copies import BM, BOX, TILE, bring
 
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_SHARED_INT8 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _MAX_REGISTERS = 64  # of a thread at launch, so that the next kernel's programs fit beside
 
 
 @gluon.jit
 def _rounded(x):
     return x.to(gl.bfloat16).to(gl.float32)
+
+
+@gluon.jit
+def _widened(tile, BK: gl.constexpr, SUMS: gl.constexpr):
+    """A tile [TILE, BK] of 8 bits, its columns in `in_stream_order`, as the left operand of a product."""
+    FAR: gl.constexpr = [[0, 128], [0, 256]] if BK == 512 else [[0, 128]] if BK == 256 else []
+    READ: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], *FAR],
+        [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [TILE, BK],
+    )
+    wide = tile.load(READ).to(gl.bfloat16).reshape([TILE, BK // 128, 4, 8, 2, 2])
+    wide = wide.permute([0, 1, 3, 4, 2, 5]).reshape([TILE, BK])
+    return gl.convert_layout(wide, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -46,7 +63,9 @@ def _multiply(
     x_full,
     empty,
     first_unit,
+    own_units,
     num_tiles,
+    scale_ptr,
     bias_ptr,
     squares_ptr,
     residual_ptr,
@@ -64,9 +83,10 @@ def _multiply(
     eps,
     K: gl.constexpr,
     STEPS: gl.constexpr,
-    UNITS: gl.constexpr,
+    BK: gl.constexpr,
     PARTS: gl.constexpr,
     SPLITS: gl.constexpr,
+    INT8: gl.constexpr,
     NORM: gl.constexpr,
     SWIGLU: gl.constexpr,
     BIAS: gl.constexpr,
@@ -91,7 +111,7 @@ def _multiply(
         part = gl.arange(0, PARTS, gl.SliceLayout(0, LIST))
         read = (row < M)[:, None] & (part < num_parts)[None, :]
         squares = gl.load(squares_ptr + row[:, None] * num_parts + part[None, :], mask=read, other=0.0)
-    for own in range(UNITS):
+    for own in range(own_units):
         unit = first_unit + own
         tile, split = unit % num_tiles, unit // num_tiles
         n = tile * OUT + gl.arange(0, OUT, gl.SliceLayout(1, END))
@@ -107,7 +127,8 @@ def _multiply(
             phase = (number // STAGES) & 1
             mbarrier.wait(w_full.index(stage), phase)
             mbarrier.wait(x_full.index(stage), phase)
-            sums = warpgroup_mma(w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), sums, is_async=True)
+            weights = _widened(w_tiles.index(stage), BK, SUMS) if INT8 else w_tiles.index(stage)
+            sums = warpgroup_mma(weights, x_tiles.index(stage).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=(sums,))
             tl.debug_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -128,6 +149,9 @@ def _multiply(
                 for other in gl.static_range(SPLITS):
                     y += gl.load(part_at + other * (BM * TILE), cache_modifier=".cg")
         if last:
+            if INT8:
+                of = gl.arange(0, TILE, gl.SliceLayout(1, LONG))
+                y *= gl.load(scale_ptr + tile * OUT + of % OUT + of // OUT * N)[:, None]
             if SWIGLU:
                 y_tile.store(y)
                 tl.debug_barrier()
@@ -142,7 +166,7 @@ def _multiply(
                     value += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
             if RESIDUAL:
                 value = _rounded(value) + residual
-            out = value.to(gl.bfloat16)
+            out = value.to(out_ptr.dtype.element_ty)
             gl.store(out_ptr + m[None, :] * out_stride + n[:, None], out, mask=write)
             if SCALED:
                 value = out.to(gl.float32)
@@ -156,6 +180,7 @@ def _multiply(
 def _stream_kernel(
     w_desc,
     x_desc,
+    scale_ptr,
     bias_ptr,
     squares_ptr,
     residual_ptr,
@@ -168,6 +193,7 @@ def _stream_kernel(
     M,
     N,
     num_tiles,
+    num_units,
     num_parts,
     residual_stride,
     out_stride,
@@ -175,10 +201,12 @@ def _stream_kernel(
     K: gl.constexpr,
     STEPS: gl.constexpr,
     UNITS: gl.constexpr,
+    EVEN: gl.constexpr,
     BK: gl.constexpr,
     HALVES: gl.constexpr,
     PARTS: gl.constexpr,
     SPLITS: gl.constexpr,
+    INT8: gl.constexpr,
     NORM: gl.constexpr,
     SWIGLU: gl.constexpr,
     BIAS: gl.constexpr,
@@ -186,14 +214,17 @@ def _stream_kernel(
     SCALED: gl.constexpr,
     STAGGERED: gl.constexpr,
     STAGES: gl.constexpr,
+    W_SHARED: gl.constexpr,
     SHARED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, BK], SHARED)
+    W_TYPE: gl.constexpr = gl.int8 if INT8 else gl.bfloat16
+    W_BOX: gl.constexpr = 2 * BOX if INT8 else BOX
+    w_tiles = gl.allocate_shared_memory(W_TYPE, [STAGES, TILE, BK], W_SHARED)
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], SHARED)
     y_tile = gl.allocate_shared_memory(gl.float32, [TILE, BM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    # A tile lies in pieces of 64 columns, row after row: a copy is one of them, or its gate or up rows.
-    w_units = w_tiles._reinterpret(gl.bfloat16, [STAGES * (BK // BOX) * HALVES, TILE // HALVES, BOX], SHARED)
+    # A tile lies in pieces of 128 bytes of columns, row after row: a copy is one of them, or its gate or up rows.
+    w_units = w_tiles._reinterpret(W_TYPE, [STAGES * (BK // W_BOX) * HALVES, TILE // HALVES, W_BOX], W_SHARED)
     x_units = x_tiles._reinterpret(gl.bfloat16, [STAGES * (BK // BOX), BM, BOX], SHARED)
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -204,6 +235,7 @@ def _stream_kernel(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     first_unit = gl.program_id(0) * UNITS
+    own_units = UNITS if EVEN else min(UNITS, num_units - first_unit)
     gl.warp_specialize(
         [
             (
@@ -216,7 +248,9 @@ def _stream_kernel(
                     x_full,
                     empty,
                     first_unit,
+                    own_units,
                     num_tiles,
+                    scale_ptr,
                     bias_ptr,
                     squares_ptr,
                     residual_ptr,
@@ -234,9 +268,10 @@ def _stream_kernel(
                     eps,
                     K,
                     STEPS,
-                    UNITS,
+                    BK,
                     PARTS,
                     SPLITS,
+                    INT8,
                     NORM,
                     SWIGLU,
                     BIAS,
@@ -257,12 +292,13 @@ def _stream_kernel(
                     x_full,
                     empty,
                     first_unit,
+                    own_units,
                     num_tiles,
                     N,
                     STEPS,
-                    UNITS,
                     BK,
                     HALVES,
+                    1 if INT8 else 2,
                     STAGGERED,
                     STAGES,
                     PDL,
@@ -280,6 +316,7 @@ def stream_gemm(
     out_MN: Tensor,
     *,
     cut: StreamCut,
+    scale: Tensor | None = None,
     count: Tensor | None = None,
     bias: Tensor | None = None,
     swiglu: bool = False,
@@ -302,8 +339,10 @@ def stream_gemm(
     assert weight.shape == ((2 if swiglu else 1) * N, K)
     assert num_tiles * STREAM_TILE == weight.shape[0]
     assert steps * cut.inputs * cut.num_splits == K
-    assert units % cut.units == 0
-    assert x.dtype == weight.dtype == out_MN.dtype == torch.bfloat16
+    assert x.dtype == torch.bfloat16
+    assert weight.dtype == (torch.bfloat16 if scale is None else torch.int8)
+    assert out_MN.dtype == torch.bfloat16 or (out_MN.dtype == torch.float32 and residual_MN is None and not swiglu)
+    assert scale is None or (cut.inputs in (128, 256, 512) and scale.dtype == torch.float32)
     assert weight.is_contiguous()
     assert x.stride(1) == out_MN.stride(1) == 1
     assert residual_MN is None or (residual_MN.stride(1) == 1 and residual_MN.shape == out_MN.shape)
@@ -320,9 +359,11 @@ def stream_gemm(
     parts = 1 if scaled_in is None else scaled_in.squares_MP.shape[1]
     halves = 2 if swiglu else 1
     nothing = out_MN  # a pointer nobody follows
-    _stream_kernel[(units // cut.units,)](
-        TensorDescriptor.from_tensor(weight, [STREAM_TILE // halves, BOX.value], _SHARED),
+    w_shared, w_box = (_SHARED, BOX.value) if scale is None else (_SHARED_INT8, 2 * BOX.value)
+    _stream_kernel[(-(-units // cut.units),)](
+        TensorDescriptor.from_tensor(weight, [STREAM_TILE // halves, w_box], w_shared),
         TensorDescriptor.from_tensor(x, [STREAM_ROWS, BOX.value], _SHARED),
+        nothing if scale is None else scale,
         nothing if bias is None else bias,
         nothing if scaled_in is None else scaled_in.squares_MP,
         nothing if residual_MN is None else residual_MN,
@@ -335,6 +376,7 @@ def stream_gemm(
         M,
         N,
         num_tiles,
+        units,
         parts,
         0 if residual_MN is None else residual_MN.stride(0),
         out_MN.stride(0),
@@ -342,10 +384,12 @@ def stream_gemm(
         K=K,
         STEPS=steps,
         UNITS=cut.units,
+        EVEN=units % cut.units == 0,
         BK=cut.inputs,
         HALVES=halves,
         PARTS=max(64, 1 << (parts - 1).bit_length()),  # few kernels for all the cuts that may come before
         SPLITS=cut.num_splits,
+        INT8=scale is not None,
         NORM=scaled_in is not None,
         SWIGLU=swiglu,
         BIAS=bias is not None,
@@ -353,6 +397,7 @@ def stream_gemm(
         SCALED=made is not None,
         STAGGERED=cut.staggered,
         STAGES=cut.num_stages,
+        W_SHARED=w_shared,
         SHARED=_SHARED,
         PDL=pdl,
         num_warps=4,

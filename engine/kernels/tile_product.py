@@ -28,8 +28,8 @@ def tile_product(
     """x [BM rows, the real ones] @ weight [BN rows].T over steps of BK columns, float32 [BM, BN].
 
     TURNED: computed as weight @ x.T, the form of SM90's matrix units for 64 weight rows or more. STAGGERED: the steps
-    begin with number `turn` of them, so that programs do not all read the same columns at once. A weight of another type
-    is multiplied in x's, on its way from shared memory.
+    begin with number `turn` of them, so that programs do not all read the same columns at once. Weights of another
+    type become x's on their way from shared memory.
     """
     k = tl.arange(0, BK)
     sums = tl.zeros([BN, BM], tl.float32) if TURNED else tl.zeros([BM, BN], tl.float32)

@@ -25,7 +25,7 @@ from engine.kernels.available import (
     unavailable_reason,
 )
 from engine.kernels.gemm_choice import GemmCut, StreamCut, gemm_cut, head_cut, stream_cut
-from engine.kernels.int8_choice import int8_cut
+from engine.kernels.int8_choice import int8_cut, int8_stream_cut
 from engine.kernels.wide_choice import WideCut, argmax_cut, swiglu_cut
 from engine.layers.int8_weight import Int8Weight
 from engine.layers.layer_weights import LayerWeights
@@ -67,8 +67,13 @@ def stream_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = F
     return stream_cut(rows=rows, K=K, N=N, swiglu=swiglu)
 
 
-def int8_of(*, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
-    """`int8_cut` on this machine's GPU."""
+def int8_of(int8: Int8Weight | None, rows: int, *, swiglu: bool = False) -> GemmCut | StreamCut | None:
+    """The cut by which so many rows are multiplied by a weight of 8 bits on this machine's GPU; None: they are not."""
+    if int8 is None:
+        return None
+    N, K = int8.rounded.shape
+    if int8.streams:
+        return int8_stream_cut(rows=rows, K=K, N=N)
     return int8_cut(rows=rows, K=K, N=N, swiglu=swiglu, shared_bytes=shared_bytes())
 
 
@@ -233,11 +238,14 @@ class CudaRows:
         the weight in 8 bits, which still fewer rows are multiplied by."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
-        in_int8 = int8 is not None and int8_of(rows=rows, K=K, N=N) is not None
+        in_int8 = int8_of(int8, rows) is not None
         if not in_int8 and cut_of(weight.dtype, rows=rows, K=K, N=N) is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        self._triton_product(x.reshape(rows, K), weight, out, bias=bias, count=count, int8=int8)
+        if in_int8:
+            self._product(x.reshape(rows, K), weight, out, int8=int8, bias=bias, count=count)
+        else:
+            self._triton_product(x.reshape(rows, K), weight, out, bias=bias, count=count)
         return out.view(*x.shape[:-1], N)
 
     def write_context(
@@ -371,9 +379,7 @@ class CudaRows:
         )
         assert scaled is not None
         mixed = x_NH.new_empty(N, layer.down.shape[1])
-        self._product(
-            scaled, layer.gate_up, mixed, swiglu=True, count=layer.gate_up_count, int8=layer.gate_up_int8
-        )
+        self._product(scaled, layer.gate_up, mixed, swiglu=True, count=layer.gate_up_count, int8=layer.gate_up_int8)
         return self._product(
             mixed,
             layer.down,
@@ -387,26 +393,27 @@ class CudaRows:
     def _product(
         self, x: Tensor | Scaled, weight: Tensor, out: Tensor, int8: Int8Weight | None, **fused: Any
     ) -> Scaled | None:
-        """A layer's product with what is fused into it: the arguments of `row_gemm` but for cut, scale and pdl."""
-        shape = {"rows": out.shape[0], "K": weight.shape[1], "N": out.shape[1], "swiglu": fused.get("swiglu", False)}
-        in_int8 = int8 is not None and int8_of(**shape) is not None
-        cut = None if in_int8 else stream_of(weight.dtype, **shape)
-        if cut is None:
-            return self._triton_product(x, weight, out, int8, **fused)
-        from engine.kernels.stream_gemm import stream_gemm
+        """A layer's product with what is fused into it: the arguments of `row_gemm` but for cut, scale and pdl. int8:
+        the weight in 8 bits, which is taken where so few rows gain by it."""
+        rows, swiglu = out.shape[0], fused.get("swiglu", False)
+        cut = int8_of(int8, rows, swiglu=swiglu)
+        if int8 is not None and cut is not None:
+            weight, fused = int8.rounded, {**fused, "scale": int8.scale}
+        else:
+            cut = stream_of(weight.dtype, rows=rows, K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
+        if isinstance(cut, StreamCut):
+            from engine.kernels.stream_gemm import stream_gemm
 
-        return stream_gemm(x, weight, out, cut=cut, pdl=self.pdl, **fused)
+            return stream_gemm(x, weight, out, cut=cut, pdl=self.pdl, **fused)
+        return self._triton_product(x, weight, out, cut=cut, **fused)
 
     def _triton_product(
-        self, x: Tensor | Scaled, weight: Tensor, out: Tensor, int8: Int8Weight | None, **fused: Any
+        self, x: Tensor | Scaled, weight: Tensor, out: Tensor, *, cut: GemmCut | None = None, **fused: Any
     ) -> Scaled | None:
-        """`_product` by the kernel that knows all types, from the weights of 8 bits where they suit so few rows."""
+        """`_product` of the weight that is given, by the kernel that knows all types. cut: by default `cut_of`'s."""
         from engine.kernels.row_gemm import row_gemm
 
-        shape = {"rows": out.shape[0], "K": weight.shape[1], "N": out.shape[1], "swiglu": fused.get("swiglu", False)}
-        cut = None if int8 is None else int8_of(**shape)
-        if int8 is not None and cut is not None:
-            return row_gemm(x, int8.rounded, out, cut=cut, scale=int8.scale, pdl=self.pdl, **fused)
-        cut = cut_of(weight.dtype, **shape)
+        swiglu = fused.get("swiglu", False)
+        cut = cut or cut_of(weight.dtype, rows=out.shape[0], K=weight.shape[1], N=out.shape[1], swiglu=swiglu)
         assert cut is not None
         return row_gemm(x, weight, out, cut=cut, pdl=self.pdl, **fused)

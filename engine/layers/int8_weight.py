@@ -15,10 +15,29 @@ _WIDENED = 1 << 24  # elements that are float32 at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int8Weight:
-    """weight [o, k] ~ rounded (int8) * scale [o, 1] (float32), off by half a scale at most."""
+    """weight [o, k] ~ rounded (int8) * scale [o, 1] (float32), off by half a scale at most.
+
+    streams: the columns of rounded are `in_stream_order`.
+    """
 
     rounded: Tensor
     scale: Tensor
+    streams: bool = False
+
+    def streamed(self) -> "Int8Weight":
+        """The same for `engine.kernels.stream_gemm`; k is a multiple of 128."""
+        assert not self.streams
+        return Int8Weight(rounded=in_stream_order(self.rounded), scale=self.scale, streams=True)
+
+
+def in_stream_order(rounded_OK: Tensor) -> Tensor:
+    """Every 128 columns in the order in which the threads of SM90's matrix units want them: 32 of a thread together.
+
+    Thread t of the four that hold a row has, of every 16 columns, the pairs 2t and 2t + 8.
+    """
+    o, k = rounded_OK.shape
+    sixteens = rounded_OK.view(o, k // 128, 8, 2, 4, 2)  # of eight, pairs in two halves of four threads
+    return sixteens.permute(0, 1, 4, 2, 3, 5).reshape(o, k)
 
 
 def round_weight(weight_OK: Tensor) -> Int8Weight:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.kernels.int8_choice import keeps_int8
+from engine.kernels.available import copy_engine
+from engine.kernels.int8_choice import keeps_int8, streams_int8
 from engine.layers.cpu_gemm import PackedMatrix
 from engine.layers.cpu_int8_gemm import Int8Matrix, suits_int8
 from engine.layers.cpu_jit import KERNEL_DTYPES, max_kernel_rows, unavailable_reason
@@ -58,15 +59,16 @@ class Linear(nn.Module):
         rows, not between those and larger ones. Not so with float32 results, which torch has only from widened
         weights: there the kernel takes all rows.
         int8: rounds the weights of a bfloat16 matrix to 8 bits where the kernel runs and the shape suits it. What torch
-        multiplies is not rounded. On CUDA a rounded copy, `int8_weight`, is kept beside the matrix where few rows gain by
-        it (`engine.kernels.int8_choice`).
+        multiplies is not rounded. On CUDA a rounded copy, `int8_weight`, is kept beside the matrix where few rows
+        gain by it (`engine.kernels.int8_choice`).
         Raises ValueError if threads < 1.
         """
         if threads is not None and threads < 1:
             raise ValueError(f"threads is {threads}: use 1 or more")
         assert self._matrix is None and self.int8_weight is None, "a layer is prepared once"
         if int8 and self.weight.dtype == torch.bfloat16 and cuda_rows(self.weight) and keeps_int8(*self.weight.shape):
-            self.int8_weight = round_weight(self.weight)
+            rounded = round_weight(self.weight)
+            self.int8_weight = rounded.streamed() if copy_engine() and streams_int8(*self.weight.shape) else rounded
         if self.weight.device.type != "cpu" or self.weight.dtype not in KERNEL_DTYPES:
             return False
         if unavailable_reason() is not None:

@@ -115,8 +115,8 @@ class TargetModel(nn.Module):
         return TargetOutput(hidden_NH=self.norm.forward(x_NH), taps_NTH=taps_NTH)
 
     def add_draft_head(self) -> None:
-        """A second head for drafts, its weights rounded to 8 bits, where the device and the shape have that form. Called
-        once, after loading and before `head` is prepared."""
+        """A second head for drafts, its weights rounded to 8 bits, where device and shape have that form. Called once,
+        after loading and before `head` is prepared."""
         head = self.head
         rounded = Linear(head.weight.shape[1], 0, dtype=head.weight.dtype, out_dtype=torch.float32)
         rounded.weight = nn.Parameter(head.weight.data, False)

@@ -179,8 +179,8 @@ def _load(model: nn.Module, placements: list[Placement], directory: str, load_fo
 
 
 def prepare_linears(model: nn.Module, *, exact: bool) -> None:
-    """Hands the model's matrices to the CPU kernel where there is one. exact: False rounds them to 8 bits, on CUDA those
-    that gain by it."""
+    """Hands the model's matrices to the CPU kernel where there is one. exact: False rounds them to 8 bits, on CUDA
+    those that gain by it."""
     for module in model.modules():
         if isinstance(module, Linear) and not module.is_prepared and module.int8_weight is None:
             module.prepare(int8=not exact)

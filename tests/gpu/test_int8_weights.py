@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.gemm_choice import GemmCut
-from engine.kernels.int8_choice import MAX_ROWS, int8_cut
-from engine.layers.int8_weight import Int8Weight, round_weight
+from engine.kernels.gemm_choice import GemmCut, StreamCut
+from engine.kernels.int8_choice import MAX_ROWS, int8_cut, int8_stream_cut, keeps_int8, streams_int8
+from engine.layers.int8_weight import Int8Weight, in_stream_order, round_weight
 from tests.gpu.places import dtypes, places
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from engine.kernels.available import copy_engine, dependent_launch
 from engine.kernels.row_gemm import row_gemm
 from engine.kernels.row_ops import scale_rows
 
@@ -25,12 +26,18 @@ TOYS = [
     {"M": 5, "K": 128, "N": 70, "residual": True, "splits": 2, "next": True, "turned": True},
     {"M": 4, "K": 64, "N": 50, "float32": True},
 ]
-# No "splits": the cut that is chosen.
-CASES = [
+STREAMED = [
+    # Fewer steps than stages; units that go on from one tile and share to the next, and a program with fewer of them.
+    {"M": 5, "K": 512, "N": 256, "norm": True, "cut": StreamCut(num_splits=1, units=2, inputs=128, num_stages=8)},
+    {"M": 16, "K": 2048, "N": 320, "residual": True, "next": True, "cut": StreamCut(num_splits=2, units=3, inputs=256)},
+    {"M": 3, "K": 1536, "N": 96, "swiglu": True, "cut": StreamCut(num_splits=3, units=2, inputs=128, staggered=True)},
+]
+CASES = [  # by the cuts that are chosen
     *TOYS,
+    *STREAMED,
     *[
         {"M": M, **shape}
-        for M in (1, 8, MAX_ROWS)
+        for M in (1, MAX_ROWS)
         for shape in (
             {"K": 4096, "N": 6144, "norm": True},
             {"K": 4096, "N": 6144, "norm": True, "bias": True},
@@ -39,7 +46,9 @@ CASES = [
             {"K": 12288, "N": 4096, "residual": True, "next": True},
             {"K": 20480, "N": 4096},
             {"K": 4096, "N": 10240},
+            {"K": 4096, "N": 20032, "float32": True},
             {"K": 4096, "N": 20008, "float32": True},
+            {"K": 4112, "N": 4096, "norm": True, "residual": True, "next": True},
             {"K": 576, "N": 49152, "float32": True},
         )
     ],
@@ -51,7 +60,9 @@ def _random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: 
     return x.to(dtype)
 
 
-def _cut(case: dict[str, Any], device: str) -> GemmCut:
+def _cut(case: dict[str, Any], device: str) -> GemmCut | StreamCut:
+    if "cut" in case:
+        return case["cut"]
     if case in TOYS:
         tile = 16 if device == "cpu" else 64 if case.get("turned") else 32
         return GemmCut(
@@ -61,16 +72,29 @@ def _cut(case: dict[str, Any], device: str) -> GemmCut:
             turned=case.get("turned", False),
             staggered=case.get("turned", False),
         )
-    cut = int8_cut(rows=case["M"], K=case["K"], N=case["N"], swiglu=case.get("swiglu", False))
+    rows = case["N"] * (2 if case.get("swiglu") else 1)
+    if copy_engine() and streams_int8(rows, case["K"]):
+        streamed = int8_stream_cut(rows=case["M"], K=case["K"], N=rows)
+        assert streamed is not None
+        return streamed
+    cut = int8_cut(rows=case["M"], K=case["K"], N=rows, swiglu=case.get("swiglu", False))
     assert cut is not None
     return cut
 
 
+def _product(cut: GemmCut | StreamCut, x: Any, weight: Int8Weight, out: Tensor, **fused: Any) -> Any:
+    if isinstance(cut, GemmCut):
+        return row_gemm(x, weight.rounded, out, cut=cut, scale=weight.scale, **fused)
+    from engine.kernels.stream_gemm import stream_gemm
+
+    weight = weight.streamed()
+    return stream_gemm(x, weight.rounded, out, cut=cut, scale=weight.scale, **fused)
+
+
 @pytest.mark.parametrize(("case", "device"), places(CASES, TOYS))
-@pytest.mark.parametrize("pdl", [False, True])
-def test_products(case: dict[str, Any], device: str, pdl: bool) -> None:
-    if pdl and device == "cpu":
-        pytest.skip("the interpreter launches nothing")
+def test_products(case: dict[str, Any], device: str) -> None:
+    if isinstance(case.get("cut"), StreamCut) and not copy_engine():
+        pytest.skip("written for SM90")
     M, K, N = case["M"], case["K"], case["N"]
     swiglu = case.get("swiglu", False)
     dtype = dtypes(device)[-1]
@@ -96,18 +120,17 @@ def test_products(case: dict[str, Any], device: str, pdl: bool) -> None:
     for _ in range(2):  # the second finds the counters as the first left them
         out = torch.full((M, N + 8), float("nan"), dtype=dtype, device=device)[:, :N]
         out = torch.empty(M, N, dtype=torch.float32, device=device) if case.get("float32") else out
-        made = row_gemm(
+        made = _product(
+            cut,
             ready,
-            weight.rounded,
+            weight,
             out,
-            cut=cut,
-            scale=weight.scale,
             count=count,
             bias=bias,
             swiglu=swiglu,
             residual_MN=residual,
             next_norm=None if next_norm is None else (next_norm, EPS),
-            pdl=pdl,
+            pdl=device == "cuda" and dependent_launch(),
         )
         near = 1e-5 if case.get("float32") else torch.finfo(dtype).eps * (2 if swiglu else 1)
         assert (out.double() - want).norm() <= near * want.norm()
@@ -142,14 +165,18 @@ def _linear(K: int, N: int, **options: Any) -> Any:
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_few_rows_of_a_linear_layer_read_8_bits_and_more_rows_do_not() -> None:
-    for options in ({}, {"out_dtype": torch.float32}):
-        layer = _linear(4096, 2048, **options)
+    for K, options in ((4096, {}), (4096, {"out_dtype": torch.float32}), (4112, {})):
+        layer = _linear(K, 2048, **options)
         assert not layer.prepare(int8=True)
         assert isinstance(layer.int8_weight, Int8Weight)
-        x = _random(MAX_ROWS + 1, 4096, dtype=torch.bfloat16, device="cuda", seed=3)
+        streams = layer.int8_weight.streams
+        assert streams == (K == 4096 and copy_engine())
+        x = _random(MAX_ROWS + 1, K, dtype=torch.bfloat16, device="cuda", seed=3)
         exact = x.double() @ layer.weight.double().t()
         scale = layer.int8_weight.scale.double()[:, None]
-        rounded = x.double() @ (layer.int8_weight.rounded.double() * scale).t()
+        plain = round_weight(layer.weight).rounded
+        assert torch.equal(layer.int8_weight.rounded, plain) == (not streams)
+        rounded = x.double() @ (plain.double() * scale).t()
         apart = (rounded - exact).norm()
         few, many = layer.forward(x[:-1]).double(), layer.forward(x).double()
         assert (few - rounded[:-1]).norm() < 0.5 * apart
@@ -162,18 +189,42 @@ def test_few_rows_of_a_linear_layer_read_8_bits_and_more_rows_do_not() -> None:
     assert plain.int8_weight is None
 
 
-@pytest.mark.parametrize("rows", [1, 16, MAX_ROWS, MAX_ROWS + 1])
-@pytest.mark.parametrize(("K", "N", "swiglu"), [(4096, 6144, False), (4096, 12288, True), (576, 49152, False)])
-def test_what_is_taken(rows: int, K: int, N: int, swiglu: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 7, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize(
+    ("K", "N", "swiglu", "streams"),
+    [(4096, 6144, False, True), (4096, 24576, True, True), (576, 49152, False, False), (4112, 4096, False, False)],
+)
+def test_what_is_taken(rows: int, K: int, N: int, swiglu: bool, streams: bool) -> None:
+    assert keeps_int8(N, K)
+    assert streams_int8(N, K) == streams
     cut = int8_cut(rows=rows, K=K, N=N, swiglu=swiglu)
     assert (cut is not None) == (rows <= MAX_ROWS)
     if cut is not None:
         steps = -(-K // cut.inputs)
         of_each = -(-steps // cut.num_splits)
         assert (cut.num_splits - 1) * of_each < steps, "every program has a step"
-    assert int8_cut(rows=rows, K=K + 8, N=N, swiglu=swiglu) is None  # rows that begin between the bytes of a load
-    assert int8_cut(rows=rows, K=512, N=512) is None
     assert int8_cut(rows=rows, K=K, N=N, swiglu=swiglu, shared_bytes=1024) is None
+    if streams:
+        streamed = int8_stream_cut(rows=rows, K=K, N=N)
+        assert (streamed is not None) == (rows <= MAX_ROWS)
+        assert streamed is None or K % (streamed.inputs * streamed.num_splits) == 0
+
+
+def test_what_is_not_kept() -> None:
+    assert not keeps_int8(512, 512), "small"
+    assert not keeps_int8(49152, 584), "rows that begin within a load"
+    assert not streams_int8(49152 + 8, 4096)
+    assert not streams_int8(49152, 4096 + 64)
+
+
+def test_the_order_of_the_matrix_units() -> None:
+    """Thread t of a row's four has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16, 32 of 128 in a row."""
+    columns = in_stream_order(torch.arange(256).expand(3, 256))[1]
+    for block in (0, 1):
+        for thread in range(4):
+            own = columns[128 * block + 32 * thread :][:32]
+            first = 128 * block + 2 * thread
+            assert own.tolist() == [first + 16 * c + d for c in range(8) for d in (0, 1, 8, 9)]
 
 
 def test_rows_of_zeros_stay_zeros() -> None:

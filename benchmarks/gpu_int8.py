@@ -1,0 +1,226 @@
+"""What a drafter of Qwen3-8B's shapes gains by weights of 8 bits on a GPU: its products by many cuts, its forward.
+
+    python benchmarks/gpu_int8.py --out gpu_int8.json
+
+A product's times are those of one call, everything fused around it, over copies of the weight that exceed the L2 cache:
+in bfloat16 as the engine takes it, in 8 bits by every cut. The forward is `gpu_forward.py`'s: drafter and head of one
+decode step, and the target's part with the drafter's context in it.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_forward import Step
+from gpu_products import PRODUCTS, Product, cublas, fused, tensors
+from gpu_timing import graph_us, write
+from torch import Tensor
+
+from engine.kernels.available import dependent_launch
+from engine.kernels.gemm_choice import GemmCut, StreamCut
+from engine.kernels.int8_choice import int8_cut, int8_stream_cut
+from engine.kernels.row_gemm import row_gemm
+from engine.kernels.row_ops import scale_rows
+from engine.kernels.stream_gemm import stream_gemm
+from engine.layers.cuda_rows import cut_of, stream_of
+from engine.layers.int8_weight import Int8Weight, round_weight
+
+COLD_BYTES = 400 << 20
+MINE = [product for product in PRODUCTS if product.name.startswith("qwen3-8b")]
+Cut = GemmCut | StreamCut
+
+
+def rows_of(product: Product) -> int:
+    """Of the matrix."""
+    return product.N * (2 if product.swiglu else 1)
+
+
+def name_of(cut: Cut) -> str:
+    if isinstance(cut, StreamCut):
+        return f"stream {cut.num_splits}x{cut.units} {cut.inputs}x{cut.num_stages}{' s' if cut.staggered else ''}"
+    turned = " turned" if cut.turned else ""
+    return f"rows {cut.outputs}x{cut.inputs} {cut.num_splits} {cut.num_stages} w{cut.num_warps}{turned}"
+
+
+def cuts(product: Product, rows: int, *, few: bool) -> list[Cut]:
+    """The choice first. few: no more than tell whether it is near the best."""
+    K, N = product.K, rows_of(product)
+    chosen, by_rows = int8_stream_cut(rows=rows, K=K, N=N), int8_cut(rows=rows, K=K, N=N, swiglu=product.swiglu)
+    assert chosen is not None
+    assert by_rows is not None
+    tiles, steps = N // 64, K // 128
+    found: list[Cut] = [chosen, replace(chosen, num_stages=5), by_rows]
+    if not few:
+        found.append(replace(by_rows, turned=True))
+        found.append(replace(by_rows, num_stages=3))
+        found.append(replace(chosen, inputs=256, num_stages=4))
+        found.append(replace(chosen, num_stages=16))
+    for programs in (132, 264, 396):
+        for splits in (1, 2, 4, 8):
+            if steps % splits or steps // splits < 4:
+                continue
+            units = -(-tiles * splits // programs)
+            busy = tiles * splits / units
+            if busy >= 0.7 * programs and (not few or programs == 396):
+                stages = 16 if programs == 132 else 8 if programs == 264 else 5
+                found.append(replace(chosen, num_splits=splits, units=units, num_stages=stages, staggered=units == 1))
+    return list(dict.fromkeys(found))
+
+
+def by_int8(
+    product: Product,
+    cut: Cut,
+    count: Tensor,
+    x: Tensor,
+    weight: Int8Weight,
+    norm: Tensor,
+    residual: Tensor,
+    out: Tensor,
+) -> Callable[[], object]:
+    """As `gpu_products.fused`."""
+    ready = scale_rows(x, norm[: product.K], 1e-5) if product.norm else x
+    around: dict[str, Any] = dict(
+        scale=weight.scale,
+        count=count,
+        swiglu=product.swiglu,
+        residual_MN=residual if product.residual else None,
+        next_norm=(norm[: product.N], 1e-5) if product.residual else None,
+        pdl=dependent_launch(),
+    )
+    if isinstance(cut, StreamCut):
+        return lambda: stream_gemm(ready, weight.rounded, out, cut=cut, **around)
+    return lambda: row_gemm(ready, weight.rounded, out, cut=cut, **around)
+
+
+def by_bfloat16(
+    product: Product, rows: int, count: Tensor, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, out: Tensor
+) -> Callable[[], object]:
+    """As the engine does: layers by the copy engine where it takes them, the other matrices not."""
+    shape: dict[str, Any] = dict(rows=rows, K=product.K, N=product.N, swiglu=product.swiglu)
+    in_layer = product.norm or product.residual
+    stream = stream_of(weight.dtype, **shape) if in_layer else None
+    if stream is not None:
+        ready = scale_rows(x, norm[: product.K], 1e-5) if product.norm else x
+        return lambda: stream_gemm(
+            ready,
+            weight,
+            out,
+            cut=stream,
+            count=count,
+            swiglu=product.swiglu,
+            residual_MN=residual if product.residual else None,
+            next_norm=(norm[: product.N], 1e-5) if product.residual else None,
+            pdl=dependent_launch(),
+        )
+    cut = cut_of(weight.dtype, **shape)
+    if cut is None:
+        return cublas(product, x, weight, norm, residual)
+    return fused(product, cut, count, x, weight, norm, residual, out)
+
+
+def compile_one(work: tuple[Product, int, Cut | None]) -> str:
+    """In a worker: Triton's cache holds the kernel afterwards. What went wrong, or nothing."""
+    product, rows, cut = work
+    try:
+        x, weights, norm, residual, out = tensors(product, rows, copies=1)
+        count = torch.zeros(rows_of(product), dtype=torch.int32, device="cuda")
+        if cut is None:
+            by_bfloat16(product, rows, count, x, weights[0], norm, residual, out)()
+        else:
+            weight = round_weight(weights[0][:, : product.K])
+            by_int8(product, cut, count, x, ordered(weight, cut), norm, residual, out)()
+        torch.cuda.synchronize()
+    except Exception as error:  # too much shared memory, or what the compiler does not take
+        return f"{type(error).__name__}: {str(error)[-200:]}"
+    return ""
+
+
+def ordered(weight: Int8Weight, cut: Cut) -> Int8Weight:
+    return weight.streamed() if isinstance(cut, StreamCut) else weight
+
+
+def measure(product: Product, rows: int, found: list[Cut], seconds: Callable[[], float]) -> dict[str, object]:
+    copies = max(2, min(24, COLD_BYTES // (product.weight_bytes // 2)))
+    x, weights, norm, residual, out = tensors(product, rows, copies=copies)
+    count = torch.zeros(rows_of(product), dtype=torch.int32, device="cuda")
+    calls = [by_bfloat16(product, rows, count, x, weight, norm, residual, out) for weight in weights]
+    us = {"bfloat16": round(graph_us(calls, repeats=3), 2)}
+    want = cublas(product, x, weights[-1], norm, residual)()
+    assert isinstance(want, Tensor)
+    plain = [round_weight(weight) for weight in weights]
+    streamed = [weight.streamed() for weight in plain]
+    calls, weights = [], []
+    apart: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for cut in found:
+        if seconds() < 0:
+            break
+        held = streamed if isinstance(cut, StreamCut) else plain
+        calls = [by_int8(product, cut, count, x, weight, norm, residual, out) for weight in held]
+        try:
+            us[name_of(cut)] = round(graph_us(calls, repeats=3), 2)
+        except Exception as error:
+            failed[name_of(cut)] = f"{type(error).__name__}: {str(error)[-200:]}"
+            continue
+        apart[name_of(cut)] = round(float((out.float() - want.float()).norm() / want.float().norm()), 5)
+    row = {"product": product.name, "rows": rows, "us": us, "chosen": name_of(found[0]), "apart": apart}
+    row["read_gb_s"] = round(product.weight_bytes / 2e3 / us.get(name_of(found[0]), float("nan")))
+    print({**row, "failed": failed}, file=sys.stderr, flush=True)
+    return {**row, "failed": failed}
+
+
+def forward(weights: str, rows: int) -> dict[str, object]:
+    step = Step("qwen3-8b", num_layers=7, drafter_weights=weights)
+    step.prepare(sequences=rows // 16, context=512, draft_len=15)
+    found = {
+        "drafter_weights": weights,
+        "rows": rows,
+        "drafter_and_head_us": round(graph_us([step.run_drafter]), 1),
+        "target_of_7_layers_us": round(graph_us([step.run_target]), 1),
+    }
+    print(found, file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--few", action="store_true", help="few cuts")
+    parser.add_argument("--seconds", type=float, default=120.0, help="no further part begins after so many")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    torch.manual_seed(0)
+    tried = {product: cuts(product, arguments.rows, few=arguments.few) for product in MINE}
+    work = [(product, arguments.rows, cut) for product in MINE for cut in (None, *tried[product])]
+    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
+        for (product, _, cut), wrong in zip(work, pool.map(compile_one, work), strict=True):
+            if wrong:
+                print(product.name, cut, wrong, file=sys.stderr, flush=True)
+    print(f"{len(work)} kernels compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    def seconds() -> float:
+        return arguments.seconds - (time.perf_counter() - begin)
+
+    results: list[dict[str, object]] = []
+    with torch.inference_mode():
+        for weights in ("model", "int8"):
+            results.append(forward(weights, arguments.rows))
+            torch.cuda.empty_cache()
+        for product in MINE:
+            if seconds() > 0:
+                results.append(measure(product, arguments.rows, tried[product], seconds))
+                torch.cuda.empty_cache()
+            write(arguments.out, results)
+
+
+if __name__ == "__main__":
+    main()
