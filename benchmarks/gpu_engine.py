@@ -193,7 +193,8 @@ def main() -> None:
             for draft_len, found in runs.items():
                 row = medians(found) | {"concurrency": concurrency, "draft_len": draft_len}
                 if bandwidth is not None:
-                    num_bytes = weight_bytes(target) + (drafting_bytes(target, drafter) if draft_len else 0)
+                    num_bytes = weight_bytes(target)
+                    num_bytes += drafting_bytes(target, drafter) if drafter is not None and draft_len else 0
                     row["roofline_ms"] = round(1e3 * num_bytes / bandwidth, 4)
                     row["step_over_roofline"] = round(row["decode_step_ms"] / row["roofline_ms"], 3)
                 if args.trace:

@@ -41,9 +41,10 @@ def _rounded(x):
 @gluon.jit
 def _widened(tile, BK: gl.constexpr, SUMS: gl.constexpr):
     """A tile [TILE, BK] of 8 bits, its columns in `in_stream_order`, as the left operand of a product."""
-    FAR: gl.constexpr = [[0, 128], [0, 256]] if BK == 512 else [[0, 128]] if BK == 256 else []
+    NEAR: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]]
+    FAR: gl.constexpr = [[0, 128]] if BK == 256 else []
     READ: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0], *FAR],
+        NEAR + FAR,
         [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
@@ -342,7 +343,7 @@ def stream_gemm(
     assert x.dtype == torch.bfloat16
     assert weight.dtype == (torch.bfloat16 if scale is None else torch.int8)
     assert out_MN.dtype == torch.bfloat16 or (out_MN.dtype == torch.float32 and residual_MN is None and not swiglu)
-    assert scale is None or (cut.inputs in (128, 256, 512) and scale.dtype == torch.float32)
+    assert scale is None or (cut.inputs in (128, 256) and scale.dtype == torch.float32)
     assert weight.is_contiguous()
     assert x.stride(1) == out_MN.stride(1) == 1
     assert residual_MN is None or (residual_MN.stride(1) == 1 and residual_MN.shape == out_MN.shape)
