@@ -48,7 +48,7 @@ CASES = [  # by the cuts that are chosen
             {"K": 4096, "N": 10240},
             {"K": 4096, "N": 20032, "float32": True},
             {"K": 4096, "N": 20008, "float32": True},
-            {"K": 4112, "N": 4096, "norm": True, "residual": True, "next": True},
+            {"K": 4112, "N": 4096, "residual": True, "next": True},
             {"K": 576, "N": 49152, "float32": True},
         )
     ],
@@ -132,7 +132,7 @@ def test_products(case: dict[str, Any], device: str) -> None:
             next_norm=None if next_norm is None else (next_norm, EPS),
             pdl=device == "cuda" and dependent_launch(),
         )
-        near = 1e-5 if case.get("float32") else torch.finfo(dtype).eps * (2 if swiglu else 1)
+        near = 1e-4 if case.get("float32") else torch.finfo(dtype).eps * (2 if swiglu else 1)
         assert (out.double() - want).norm() <= near * want.norm()
         torch.testing.assert_close(out.double(), want, rtol=4 * near, atol=4 * near)
         assert (made is None) == (next_norm is None)
