@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.kernels.available import dependent_launch
 from engine.kernels.gemm_choice import GemmCut, StreamCut
-from engine.kernels.int8_choice import int8_cut, int8_stream_cut
+from engine.kernels.int8_choice import MAX_ROWS, int8_cut, int8_stream_cut
 from engine.kernels.row_gemm import row_gemm
 from engine.kernels.row_ops import scale_rows
 from engine.kernels.stream_gemm import stream_gemm
@@ -50,8 +50,16 @@ def name_of(cut: Cut) -> str:
 
 
 def cuts(product: Product, rows: int, *, few: bool) -> list[Cut]:
-    """The choice first. few: no more than tell whether it is near the best."""
+    """The choice first; above MAX_ROWS, where there is none, those that might be. few: no more than tell whether the
+    choice is near the best."""
     K, N = product.K, rows_of(product)
+    if rows > MAX_ROWS:
+        least = int8_cut(rows=MAX_ROWS, K=K, N=N, swiglu=product.swiglu)
+        assert least is not None
+        return [
+            replace(least, num_stages=3),
+            replace(least, inputs=128, num_splits=least.num_splits, num_stages=5, turned=True),
+        ]
     chosen, by_rows = int8_stream_cut(rows=rows, K=K, N=N), int8_cut(rows=rows, K=K, N=N, swiglu=product.swiglu)
     assert chosen is not None
     assert by_rows is not None
