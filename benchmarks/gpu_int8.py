@@ -44,7 +44,8 @@ def rows_of(product: Product) -> int:
 
 def name_of(cut: Cut) -> str:
     if isinstance(cut, StreamCut):
-        return f"stream {cut.num_splits}x{cut.units} {cut.inputs}x{cut.num_stages}{' s' if cut.staggered else ''}"
+        staggered = " s" if cut.staggered else ""
+        return f"stream {cut.rows} {cut.num_splits}x{cut.units} {cut.inputs}x{cut.num_stages}{staggered}"
     turned = " turned" if cut.turned else ""
     return f"rows {cut.outputs}x{cut.inputs} {cut.num_splits} {cut.num_stages} w{cut.num_warps}{turned}"
 
@@ -54,12 +55,11 @@ def cuts(product: Product, rows: int, *, few: bool) -> list[Cut]:
     choice is near the best."""
     K, N = product.K, rows_of(product)
     if rows > MAX_ROWS:
-        least = int8_cut(rows=MAX_ROWS, K=K, N=N, swiglu=product.swiglu)
-        assert least is not None
-        return [
-            replace(least, num_stages=3),
-            replace(least, inputs=128, num_splits=least.num_splits, num_stages=5, turned=True),
-        ]
+        by_rows, chosen = int8_cut(rows=MAX_ROWS, K=K, N=N, swiglu=product.swiglu), int8_stream_cut(rows=16, K=K, N=N)
+        assert by_rows is not None
+        assert chosen is not None
+        stages = 5 if rows <= 32 else 4
+        return [replace(chosen, rows=rows, num_stages=stages), replace(by_rows, inputs=128, num_stages=5, turned=True)]
     chosen, by_rows = int8_stream_cut(rows=rows, K=K, N=N), int8_cut(rows=rows, K=K, N=N, swiglu=product.swiglu)
     assert chosen is not None
     assert by_rows is not None

@@ -21,7 +21,7 @@ _FEWEST_PROGRAMS = 96  # of a product whose weights the copy engine brings, one 
 _MOST_UNITS = 8  # of one of them
 _STREAM_INPUTS = 256  # of a step: five of them with their x fill shared memory
 _MANY_STAGES = 3  # where programs have several units; fewer would leave room for two programs an SM, which loses
-STREAM_ROWS = 16  # rows of x that such a program holds
+STREAM_ROWS = 16  # rows of x that such a program holds, and up to which bfloat16 weights are brought so
 STREAM_TILE = 64  # weight rows of its tile, the fewest that SM90's matrix units take as left operand
 SM90_SHARED_BYTES = 225 << 10  # of a program's stages: 227 KiB less what it keeps beside them
 
@@ -50,11 +50,12 @@ class StreamCut:
     """How `engine.kernels.stream_gemm` is cut. inputs: of a step over K; num_stages: steps held or on their way.
 
     num_splits: programs that share the sum over K. units: such shares of tiles that a program takes one after another.
-    staggered: programs begin with different columns.
+    staggered: programs begin with different columns. rows: of x, that a program holds.
     """
 
     num_splits: int
     units: int
+    rows: int = STREAM_ROWS
     inputs: int = _STREAM_INPUTS
     num_stages: int = 5
     staggered: bool = False

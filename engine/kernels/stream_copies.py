@@ -8,11 +8,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from engine.kernels.gemm_choice import STREAM_ROWS, STREAM_TILE
+from engine.kernels.gemm_choice import STREAM_TILE
 
 BOX = gl.constexpr(64)  # columns of a copy of x: 128 bytes, the width of the swizzle
 TILE = gl.constexpr(STREAM_TILE)
-BM = gl.constexpr(STREAM_ROWS)
 
 
 @gluon.jit
@@ -29,6 +28,7 @@ def bring(
     num_tiles,
     N,
     STEPS: gl.constexpr,
+    BM: gl.constexpr,
     BK: gl.constexpr,
     HALVES: gl.constexpr,
     ITEM_BYTES: gl.constexpr,

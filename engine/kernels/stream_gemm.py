@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.gemm_choice import STREAM_ROWS, STREAM_TILE, StreamCut
+from engine.kernels.gemm_choice import STREAM_TILE, StreamCut
 from engine.kernels.row_gemm import Scaled
-from engine.kernels.stream_copies import BM, BOX, TILE, bring
+from engine.kernels.stream_copies import BOX, TILE, bring
 
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _SHARED_INT8 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -84,6 +84,7 @@ def _multiply(
     eps,
     K: gl.constexpr,
     STEPS: gl.constexpr,
+    BM: gl.constexpr,
     BK: gl.constexpr,
     PARTS: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -203,6 +204,7 @@ def _stream_kernel(
     STEPS: gl.constexpr,
     UNITS: gl.constexpr,
     EVEN: gl.constexpr,
+    BM: gl.constexpr,
     BK: gl.constexpr,
     HALVES: gl.constexpr,
     PARTS: gl.constexpr,
@@ -269,6 +271,7 @@ def _stream_kernel(
                     eps,
                     K,
                     STEPS,
+                    BM,
                     BK,
                     PARTS,
                     SPLITS,
@@ -297,6 +300,7 @@ def _stream_kernel(
                     num_tiles,
                     N,
                     STEPS,
+                    BM,
                     BK,
                     HALVES,
                     1 if INT8 else 2,
@@ -325,7 +329,7 @@ def stream_gemm(
     next_norm: tuple[Tensor, float] | None = None,
     pdl: bool = False,
 ) -> Scaled | None:
-    """The arguments are those of `engine.kernels.row_gemm.row_gemm`. bfloat16, at most STREAM_ROWS rows.
+    """The arguments are those of `engine.kernels.row_gemm.row_gemm`. bfloat16, at most the cut's rows.
 
     The copies' descriptors are arguments of the launch: a captured one keeps them.
     """
@@ -336,7 +340,7 @@ def stream_gemm(
     num_tiles = weight.shape[0] // STREAM_TILE
     units = num_tiles * cut.num_splits
     steps = K // cut.inputs // cut.num_splits
-    assert M <= STREAM_ROWS
+    assert cut.rows >= M
     assert weight.shape == ((2 if swiglu else 1) * N, K)
     assert num_tiles * STREAM_TILE == weight.shape[0]
     assert steps * cut.inputs * cut.num_splits == K
@@ -352,7 +356,7 @@ def stream_gemm(
     if cut.num_splits > 1:
         assert count is not None and num_tiles <= count.numel()
         # Free again behind the call: the allocator's memory is in the order of the stream.
-        part = torch.empty(units * STREAM_ROWS * STREAM_TILE, dtype=torch.float32, device=x.device)
+        part = torch.empty(units * cut.rows * STREAM_TILE, dtype=torch.float32, device=x.device)
     made = None
     if next_norm is not None:
         squares = torch.empty(M, num_tiles, dtype=torch.float32, device=x.device)
@@ -363,7 +367,7 @@ def stream_gemm(
     w_shared, w_box = (_SHARED, BOX.value) if scale is None else (_SHARED_INT8, 2 * BOX.value)
     _stream_kernel[(-(-units // cut.units),)](
         TensorDescriptor.from_tensor(weight, [STREAM_TILE // halves, w_box], w_shared),
-        TensorDescriptor.from_tensor(x, [STREAM_ROWS, BOX.value], _SHARED),
+        TensorDescriptor.from_tensor(x, [cut.rows, BOX.value], _SHARED),
         nothing if scale is None else scale,
         nothing if bias is None else bias,
         nothing if scaled_in is None else scaled_in.squares_MP,
@@ -386,6 +390,7 @@ def stream_gemm(
         STEPS=steps,
         UNITS=cut.units,
         EVEN=units % cut.units == 0,
+        BM=cut.rows,
         BK=cut.inputs,
         HALVES=halves,
         PARTS=max(64, 1 << (parts - 1).bit_length()),  # few kernels for all the cuts that may come before

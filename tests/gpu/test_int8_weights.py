@@ -30,6 +30,7 @@ STREAMED = [
     # Fewer steps than stages; units that go on from one tile and share to the next, and a program with fewer of them.
     {"M": 5, "K": 512, "N": 256, "norm": True, "cut": StreamCut(num_splits=1, units=2, inputs=128, num_stages=8)},
     {"M": 16, "K": 2048, "N": 320, "residual": True, "next": True, "cut": StreamCut(num_splits=2, units=3, inputs=256)},
+    {"M": 20, "K": 2048, "N": 128, "norm": True, "cut": StreamCut(num_splits=2, units=1, rows=32, inputs=128)},
     {"M": 3, "K": 1536, "N": 96, "swiglu": True, "cut": StreamCut(num_splits=3, units=2, inputs=128, staggered=True)},
 ]
 CASES = [  # by the cuts that are chosen
