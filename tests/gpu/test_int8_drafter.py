@@ -76,7 +76,8 @@ def test_what_drafts_are_made_of(
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": size, "num_hidden_layers": 4}
     model = make_target(tmp_path / "target", case, **shape)
     make_drafter(tmp_path / "drafter", model, head_dim=32)
-    directories, settings = (tmp_path / "target", tmp_path / "drafter"), {"block_size": 16, "num_blocks": 31}
+    directories = tmp_path / "target", tmp_path / "drafter"
+    settings: dict[str, Any] = {"block_size": 16, "num_blocks": 31}
     monkeypatch.setattr(linear, "unavailable_reason", lambda: "weights stay as they are")
     reference = PagedModels.load(engine_config(*directories, **settings), num_seqs=2)
     # Products of whole heads have no such form.

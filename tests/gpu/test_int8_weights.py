@@ -15,7 +15,7 @@ from tests.gpu.places import dtypes, places
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from engine.kernels.available import copy_engine, dependent_launch
-from engine.kernels.row_gemm import row_gemm
+from engine.kernels.row_gemm import Scaled, row_gemm
 from engine.kernels.row_ops import scale_rows
 
 EPS = 1e-5
@@ -108,9 +108,9 @@ def test_products(case: dict[str, Any], device: str) -> None:
     residual = _random(M, N + 8, dtype=dtype, device=device, seed=4)[:, :N] if case.get("residual") else None
     ready = x if norm is None else scale_rows(x, norm, EPS)
     # What the kernel is given: rows whose norm's weight is rounded in.
-    rows = x.double() if norm is None else ready.x_MK.double() * torch.rsqrt(
-        x.double().pow(2).mean(-1, keepdim=True) + EPS
-    )  # fmt: skip
+    rows = x.double()
+    if isinstance(ready, Scaled):
+        rows = ready.x_MK.double() * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + EPS)
     want = rows @ (weight.rounded.double() * weight.scale.double()[:, None]).t()
     want = want if bias is None else want + bias.double()
     if swiglu:
