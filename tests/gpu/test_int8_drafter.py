@@ -75,7 +75,7 @@ def test_what_drafts_are_made_of(
     size = 128 if device == "cuda" else 64
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": size, "num_hidden_layers": 4}
     model = make_target(tmp_path / "target", case, **shape)
-    make_drafter(tmp_path / "drafter", model, head_dim=32)
+    make_drafter(tmp_path / "drafter", model, head_dim=32, intermediate_size=2 * size)
     directories = tmp_path / "target", tmp_path / "drafter"
     settings: dict[str, Any] = {"block_size": 16, "num_blocks": 31}
     monkeypatch.setattr(linear, "unavailable_reason", lambda: "weights stay as they are")
@@ -147,7 +147,7 @@ def _run(models: tuple[Path, Path], weights: str, prompts: list[list[int]], **op
 def test_tokens_do_not_depend_on_the_drafter_s_weights(tmp_path: Path, small_matrices: None) -> None:
     shape = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     target_dir = toy.make_target(tmp_path / "target", kind="qwen3", **shape)
-    models = target_dir, toy.make_drafter(tmp_path / "drafter", target_dir, head_dim=32)
+    models = target_dir, toy.make_drafter(tmp_path / "drafter", target_dir, head_dim=32, intermediate_size=256)
     want, _, _ = _run(models, "model", PROMPTS)
     tokens, _, llm = _run(models, "int8", PROMPTS)
     assert tokens == want
