@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.device_ops import begin
-from engine.kernels.row_state import Commit, Slots, TargetRows
+from engine.kernels.row_state import Commit, HostResults, Slots, TargetRows
 from engine.kernels.target_rows import cache_slot
 from engine.step import Finish
 
@@ -19,7 +19,7 @@ _FINISH_ERROR = tl.constexpr(int(Finish.ERROR))
 _FINISH_NONE = tl.constexpr(int(Finish.NONE))
 
 
-@triton.jit(do_not_specialize=["K", "num_stops", "mask_id", "positions"])
+@triton.jit(do_not_specialize=["K", "num_stops", "mask_id", "positions", "num_packed"])
 def _commit_kernel(
     slot_ptr,
     drawn_ptr,
@@ -44,6 +44,7 @@ def _commit_kernel(
     accepted_out_ptr,
     finish_out_ptr,
     packed_out_ptr,
+    sent_ptr,
     context_slot_out_ptr,
     context_position_out_ptr,
     live_out_ptr,
@@ -59,7 +60,7 @@ def _commit_kernel(
     length_stride,
     stop_stride,
     table_stride,
-    packed_stride,
+    num_packed,
     W: tl.constexpr,
     COLUMNS: tl.constexpr,
     STOPS: tl.constexpr,
@@ -68,6 +69,7 @@ def _commit_kernel(
     SYNTHETIC: tl.constexpr,
     PIECES: tl.constexpr,
     DRAFTER: tl.constexpr,
+    TO_HOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -128,12 +130,16 @@ def _commit_kernel(
     tl.store(emitted_out_ptr + row, emitted)
     tl.store(accepted_out_ptr + row, accepted)
     tl.store(finish_out_ptr + row, finish.to(tl.int64))
-    packed = packed_out_ptr + row * packed_stride
-    tl.store(packed, emitted.to(tl.int32))
-    tl.store(packed + 1, accepted.to(tl.int32))
-    tl.store(packed + 2, k.to(tl.int32))
-    tl.store(packed + 3, finish.to(tl.int32))
-    tl.store(packed + 4 + place, token.to(tl.int32), mask=real)
+    packed, wanted = packed_out_ptr + row * (K + 5), row < num_packed
+    if TO_HOST:
+        packed += tl.load(sent_ptr + 1)
+        tl.store(packed, (tl.load(sent_ptr) & 0x7FFFFFFF).to(tl.int32), mask=row == 0)
+        packed += 1
+    tl.store(packed, emitted.to(tl.int32), mask=wanted)
+    tl.store(packed + 1, accepted.to(tl.int32), mask=wanted)
+    tl.store(packed + 2, k.to(tl.int32), mask=wanted)
+    tl.store(packed + 3, finish.to(tl.int32), mask=wanted)
+    tl.store(packed + 4 + place, token.to(tl.int32), mask=real & wanted)
 
     if DRAFTER:
         # Rejected rows and those past the drafter's positions go to the null block.
@@ -172,18 +178,21 @@ def commit(
     mask_id: int,
     positions: int,
     size_R: Tensor | None = None,
+    results: HostResults | None = None,
     pdl: bool = False,
 ) -> Commit:
     """Verifies and commits the rows, and makes everything of D that follows from it.
 
     block_width: W, 0 without a drafter. positions: of the drafter's table. size_R: `PieceRows.size_R` where some rows
-    are pieces of prompts; what the drafter's block would be is then no use.
+    are pieces of prompts; what the drafter's block would be is then no use. results: where packed rows go; None: to
+    the device, all of them.
     """
     R, Q, W, num_stops = slots_R.shape[0], width + 1, block_width, slots.stop_ids.shape[1]
     assert slots.max_len.stride(0) == slots.min_len.stride(0)
     assert drawn_N.is_contiguous()
     assert peak_N.is_contiguous()
-    made = Commit.empty(R, width, W, slots_R.device)
+    assert slots_R.is_contiguous()
+    made = Commit.empty(R, width, W, slots_R.device, has_packed=results is None, table_RB=rows.table_RB)
     _commit_kernel[(R,)](
         slots_R,
         drawn_N,
@@ -207,7 +216,8 @@ def commit(
         made.emitted_R,
         made.accepted_R,
         made.finish_R,
-        made.packed,
+        made.packed if results is None else results.memory,
+        slots_R if results is None else results.sent_2,
         made.context_slots_N,
         made.context_positions_N,
         made.live_R,
@@ -223,7 +233,7 @@ def commit(
         slots.max_len.stride(0),
         slots.stop_ids.stride(0),
         slots.block_table.stride(0),
-        made.packed.stride(0),
+        R if results is None else results.num_rows,
         W=W,
         COLUMNS=triton.next_power_of_2(Q),
         STOPS=triton.next_power_of_2(max(num_stops, 1)),
@@ -232,6 +242,7 @@ def commit(
         SYNTHETIC=synthetic_R is not None,
         PIECES=size_R is not None,
         DRAFTER=W > 0,
+        TO_HOST=results is not None,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

@@ -9,6 +9,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+HEADER = 4  # numbers ahead of an upload's rows: its own number, the drafts' limit, the results' place, none
+NEW_BLOCKS = 4  # of a row that an upload has room for
+ENTRIES = 3  # uploads in host memory: one being read, one waiting behind the step in flight, one being filled
+TURN_BITS = 16  # of `HostUpload.turn`, below the number of the next upload
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceRows:
@@ -25,8 +30,29 @@ class PieceRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostUpload:
+    """A step's numbers in host memory, where the first kernel of T reads them, and what it leaves for the others.
+
+    entries [ENTRIES, C]: pinned on CUDA; upload n is entry n % ENTRIES and lies as `engine.runner.step_upload` tells.
+    turn [1]: number of the upload to be read next << TURN_BITS, plus how many programs have begun to read it. The last
+        one passes to the next upload, so each run of the kernel reads one.
+    slots, size [R]: as in the upload; size is None in programs that take no pieces.
+    sent [2]: number of the upload, and the place in the results' memory that it names.
+    table [R, B]: the rows' block tables as far as T and D of the step look, whatever valid ids behind.
+    """
+
+    entries_EC: Tensor
+    turn_1: Tensor
+    slots_R: Tensor
+    size_R: Tensor | None
+    sent_2: Tensor
+    table_RB: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TargetRows:
-    """`decode_block` and the rows of T made of it. drafts [R, K]; finished bool [R]; ids, positions, cache [R * Q]."""
+    """`decode_block` and the rows of T made of it. drafts [R, K]; finished bool [R]; ids, positions, cache [R * Q];
+    table: of `HostUpload`, None where the rows came otherwise."""
 
     drafts_RK: Tensor
     k_R: Tensor
@@ -36,9 +62,10 @@ class TargetRows:
     ids_N: Tensor
     positions_N: Tensor
     cache_N: Tensor
+    table_RB: Tensor | None = None
 
     @classmethod
-    def empty(cls, R: int, K: int, device: torch.device) -> Self:
+    def empty(cls, R: int, K: int, device: torch.device, table_RB: Tensor | None = None) -> Self:
         """Unwritten memory for R rows of K drafts."""
         N = R * (K + 1)
         return cls(
@@ -50,20 +77,34 @@ class TargetRows:
             ids_N=_integers(device, N),
             positions_N=_integers(device, N),
             cache_N=_integers(device, N),
+            table_RB=table_RB,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostResults:
+    """Where the packed rows go, in host memory that the device writes.
+
+    memory: int32, pinned on CUDA. sent [2]: number of the upload, and its place in the memory, behind which the rows
+    begin. num_rows: of those that anybody reads, the first.
+    """
+
+    memory: Tensor
+    sent_2: Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """What a step decided (tokens [R, Q], emitted, accepted, finish [R]; packed int32 [R, 4 + Q]) and what D goes on
-    with: the context's cache slots and positions [R * Q], the block's rows [R * W], live bool [R]. Without a drafter
-    only the first part is filled."""
+    """What a step decided (tokens [R, Q], emitted, accepted, finish [R]; packed int32 [R, 4 + Q], None where
+    `HostResults` took the rows) and what D goes on with: the context's cache slots and positions [R * Q], the block's
+    rows [R * W], live bool [R]. Without a drafter only the first part is filled. table: of `TargetRows`."""
 
     tokens_RQ: Tensor
     emitted_R: Tensor
     accepted_R: Tensor
     finish_R: Tensor
-    packed: Tensor
+    packed: Tensor | None
     context_slots_N: Tensor
     context_positions_N: Tensor
     live_R: Tensor
@@ -72,9 +113,19 @@ class Commit:
     block_ids: Tensor
     block_positions: Tensor
     block_cache: Tensor
+    table_RB: Tensor | None = None
 
     @classmethod
-    def empty(cls, R: int, K: int, W: int, device: torch.device) -> Self:
+    def empty(
+        cls,
+        R: int,
+        K: int,
+        W: int,
+        device: torch.device,
+        *,
+        has_packed: bool = True,
+        table_RB: Tensor | None = None,
+    ) -> Self:
         """Unwritten memory for R rows of K drafts and blocks of W."""
         Q = K + 1
         return cls(
@@ -82,7 +133,7 @@ class Commit:
             emitted_R=_integers(device, R),
             accepted_R=_integers(device, R),
             finish_R=_integers(device, R),
-            packed=torch.empty(R, 4 + Q, dtype=torch.int32, device=device),
+            packed=torch.empty(R, 4 + Q, dtype=torch.int32, device=device) if has_packed else None,
             context_slots_N=_integers(device, R * Q),
             context_positions_N=_integers(device, R * Q),
             live_R=torch.empty(R, dtype=torch.bool, device=device),
@@ -91,6 +142,7 @@ class Commit:
             block_ids=_integers(device, R * W),
             block_positions=_integers(device, R * W),
             block_cache=_integers(device, R * W),
+            table_RB=table_RB,
         )
 
 

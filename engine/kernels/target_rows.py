@@ -9,7 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.device_ops import begin
-from engine.kernels.row_state import PieceRows, Slots, TargetRows
+from engine.kernels.row_state import ENTRIES, HEADER, NEW_BLOCKS, TURN_BITS, HostUpload, Slots, TargetRows
+
+_ENTRIES, _HEADER = tl.constexpr(ENTRIES), tl.constexpr(HEADER)
+_NEW_BLOCKS, _TURN = tl.constexpr(NEW_BLOCKS), tl.constexpr(1 << TURN_BITS)
+_MOST_TABLE = 512  # blocks that are copied at once
 
 
 @triton.jit
@@ -18,10 +22,16 @@ def cache_slot(table_ptr, position, inside, BLOCK_SIZE: tl.constexpr):
     return block * BLOCK_SIZE + position % BLOCK_SIZE
 
 
-@triton.jit(do_not_specialize=["K"])
+@triton.jit
+def _from_host(ptr, mask):
+    """What the host wrote: not what a cache may still hold of an earlier step."""
+    return tl.load(ptr, mask=mask, other=0, volatile=True)
+
+
+@triton.jit(do_not_specialize=["K", "capacity", "tail"])
 def _target_rows_kernel(
-    slot_ptr,
-    limit_ptr,
+    upload_ptr,
+    turn_ptr,
     committed_ptr,
     last_ptr,
     draft_ptr,
@@ -29,9 +39,10 @@ def _target_rows_kernel(
     finished_ptr,
     max_len_ptr,
     table_ptr,
-    size_ptr,
-    piece_start_ptr,
-    piece_id_ptr,
+    slot_out_ptr,
+    size_out_ptr,
+    sent_out_ptr,
+    table_out_ptr,
     drafts_out_ptr,
     k_out_ptr,
     committed_out_ptr,
@@ -41,38 +52,68 @@ def _target_rows_kernel(
     position_out_ptr,
     cache_out_ptr,
     K,
+    capacity,
+    tail,
     draft_stride,
     max_len_stride,
     table_stride,
+    table_columns,
     COLUMNS: tl.constexpr,
+    TABLE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    row = tl.program_id(0)
-    slot = tl.load(slot_ptr + row)
+    row, num_rows = tl.program_id(0), tl.num_programs(0)
+    # One word for the upload's number and for who has come to read it: all programs of a run see one number.
+    turn = tl.atomic_add(turn_ptr, 1, sem="relaxed")
+    upload = upload_ptr + turn // _TURN % _ENTRIES * capacity
+    if turn % _TURN == num_rows - 1:
+        tl.atomic_add(turn_ptr, _TURN - num_rows, sem="relaxed")
+    # Everything that every step needs is asked for at once: the way to the host is long.
+    number = _from_host(upload, True)
+    limit = _from_host(upload + 1, True)
+    place = _from_host(upload + 2, True)
+    rows = upload + _HEADER
+    slot = _from_host(rows + row, True)
+    first_new = _from_host(rows + num_rows + row, True)
+    num_new = _from_host(rows + 2 * num_rows + row, True)
+    n = tl.arange(0, _NEW_BLOCKS)
+    new_block = _from_host(rows + 3 * num_rows + row * _NEW_BLOCKS + n, True)
+    pieces = rows + (3 + _NEW_BLOCKS) * num_rows
+    if PIECES:
+        size = _from_host(pieces + row, True)
+    tl.store(slot_out_ptr + row, slot)
+    if row == 0:
+        tl.store(sent_out_ptr, number)
+        tl.store(sent_out_ptr + 1, place)
+    # A slot with new blocks is one row's alone.
+    slot_table = table_ptr + slot * table_stride
+    tl.store(slot_table + first_new + n, new_block, mask=n < num_new)
+    tl.debug_barrier()
+
     committed = tl.load(committed_ptr + slot)
     last = tl.load(last_ptr + slot)
     finished = tl.load(finished_ptr + slot) != 0
     k = tl.minimum(tl.load(draft_count_ptr + slot), tl.load(max_len_ptr + slot * max_len_stride) - 2 - committed)
-    k = tl.minimum(tl.minimum(tl.maximum(k, 0), K), tl.load(limit_ptr))
+    k = tl.minimum(tl.minimum(tl.maximum(k, 0), K), limit)
     k = tl.where(finished, 0, k)
     c = tl.arange(0, COLUMNS)
     draft = tl.load(draft_ptr + slot * draft_stride + c, mask=c < K, other=0)
     # Column 0 is the last token, column c its draft c - 1, columns past k the last token again, written nowhere.
     shifted = tl.load(draft_ptr + slot * draft_stride + c - 1, mask=(c > 0) & (c <= k), other=0)
     if PIECES:
-        size = tl.load(size_ptr + row)
+        tl.store(size_out_ptr + row, size)
         is_piece = size != 0
         count = tl.maximum(size, -size)
-        piece = piece_id_ptr + row * (K + 1)
-        committed = tl.where(is_piece, tl.load(piece_start_ptr + row), committed)
-        last = tl.where(is_piece, tl.load(piece), last)
+        piece = pieces + 2 * num_rows + row * (K + 1)
+        committed = tl.where(is_piece, _from_host(pieces + num_rows + row, is_piece), committed)
+        last = tl.where(is_piece, _from_host(piece, is_piece), last)
         finished = finished & (size == 0)
         k = tl.where(is_piece, count - 1, k)
-        draft = tl.where(is_piece, tl.load(piece + c + 1, mask=c + 1 < count, other=0), draft)
-        shifted = tl.where(is_piece, tl.load(piece + c, mask=c < count, other=0), shifted)
+        draft = tl.where(is_piece, _from_host(piece + c + 1, c + 1 < count), draft)
+        shifted = tl.where(is_piece, _from_host(piece + c, c < count), shifted)
     tl.store(k_out_ptr + row, k)
     tl.store(committed_out_ptr + row, committed)
     tl.store(finished_out_ptr + row, finished)
@@ -81,12 +122,18 @@ def _target_rows_kernel(
     token = tl.where((c == 0) | (c > k), last, shifted)
     position = committed + tl.minimum(c, k)
     inside = c <= K
-    cache = cache_slot(table_ptr + slot * table_stride, position, inside, BLOCK_SIZE)
+    cache = cache_slot(slot_table, position, inside, BLOCK_SIZE)
     cache = tl.where((c > k) | finished, 0, cache)
     at = row * (K + 1) + c
     tl.store(id_out_ptr + at, token, mask=inside)
     tl.store(position_out_ptr + at, position, mask=inside)
     tl.store(cache_out_ptr + at, cache, mask=inside)
+    columns = tl.minimum((committed + tail) // BLOCK_SIZE + 1, table_columns).to(tl.int32)
+    row_table = table_out_ptr + row.to(tl.int64) * table_columns
+    for first in range(0, columns, TABLE):
+        t = first + tl.arange(0, TABLE)
+        blocks = tl.load(slot_table + t, mask=t < columns, other=0)
+        tl.store(row_table + t, blocks, mask=t < columns)
 
 
 @triton.jit(do_not_specialize=["K"])
@@ -111,21 +158,19 @@ def _store_drafts_kernel(
 
 
 def target_rows(
-    slots: Slots,
-    slots_R: Tensor,
-    limit_1: Tensor,
-    pieces: PieceRows | None = None,
-    *,
-    width: int,
-    block_size: int,
-    pdl: bool = False,
+    slots: Slots, upload: HostUpload, *, width: int, block_size: int, block_width: int, pdl: bool = False
 ) -> TargetRows:
-    """T's inputs of decode rows at a program width of `width` drafts. pieces: rows that are none."""
-    R = slots_R.shape[0]
-    rows = TargetRows.empty(R, width, slots_R.device)
+    """T's inputs of the next upload's rows at a program width of `width` drafts. block_width: of D's blocks."""
+    R, columns = upload.table_RB.shape
+    assert R < 1 << TURN_BITS
+    assert columns == slots.block_table.shape[1]
+    assert upload.table_RB.is_contiguous()
+    assert upload.slots_R.is_contiguous()
+    assert upload.entries_EC.shape[0] == ENTRIES
+    rows = TargetRows.empty(R, width, upload.slots_R.device, upload.table_RB)
     _target_rows_kernel[(R,)](
-        slots_R,
-        limit_1,
+        upload.entries_EC,
+        upload.turn_1,
         slots.committed_len,
         slots.last_token,
         slots.draft_tokens,
@@ -133,9 +178,10 @@ def target_rows(
         slots.finished,
         slots.max_len,
         slots.block_table,
-        slots_R if pieces is None else pieces.size_R,
-        slots_R if pieces is None else pieces.start_R,
-        slots_R if pieces is None else pieces.ids_RQ,
+        upload.slots_R,
+        upload.slots_R if upload.size_R is None else upload.size_R,
+        upload.sent_2,
+        upload.table_RB,
         rows.drafts_RK,
         rows.k_R,
         rows.committed_R,
@@ -145,12 +191,16 @@ def target_rows(
         rows.positions_N,
         rows.cache_N,
         width,
+        upload.entries_EC.stride(0),
+        width + 1 + block_width,
         slots.draft_tokens.stride(0),
         slots.max_len.stride(0),
         slots.block_table.stride(0),
+        columns,
         COLUMNS=triton.next_power_of_2(width + 1),
+        TABLE=min(_MOST_TABLE, triton.next_power_of_2(columns)),
         BLOCK_SIZE=block_size,
-        PIECES=pieces is not None,
+        PIECES=upload.size_R is not None,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

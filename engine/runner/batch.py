@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.context import AttentionContext, AttentionGroup
 from engine.config.engine import EngineConfig
-from engine.kernels.row_state import PieceRows, TargetRows
+from engine.kernels.row_state import HostResults, PieceRows, TargetRows
 from engine.layers.upload import upload
 from engine.runner.piece_rows import with_pieces
 from engine.runner.slots import SlotState
@@ -23,7 +23,8 @@ class DecodeBlock:
 
     last_R: tokens of column 0, for whoever makes T's inputs of it. size_R: `PieceRows.size_R` where D finds pieces of
     prompts among the rows.
-    fused: where the rows were made by `engine.runner.fused_rows`, what it goes on with.
+    fused: where the rows were made by `engine.runner.fused_rows`, what it goes on with. results: where it puts the
+        rows' results, if not on the device.
     """
 
     slots_R: torch.Tensor
@@ -34,6 +35,7 @@ class DecodeBlock:
     last_R: torch.Tensor | None = None
     size_R: torch.Tensor | None = None
     fused: TargetRows | None = None
+    results: HostResults | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +225,9 @@ class InputBuilder:
         causal: bool,
         has_filler: bool = False,
         shares_keys: bool = False,
+        table_RB: torch.Tensor | None = None,
     ) -> AttentionGroup:
+        """table_RB: the slots' block tables where somebody has gathered them, all columns."""
         longest = self._state.longest_table * self._block_size
         if self._fixed_shapes:
             longest = self._max_columns * self._block_size
@@ -241,7 +245,7 @@ class InputBuilder:
             q_lens=q_lens,
             q_start_R=q_start_R,
             kv_len_R=kv_len_R,
-            block_table_RB=self._state.block_table[slots_R, :columns],
+            block_table_RB=self._state.block_table[slots_R, :columns] if table_RB is None else table_RB[:, :columns],
             max_kv_len=columns * self._block_size,
             causal=causal,
             has_filler=has_filler,

@@ -18,17 +18,18 @@ import torch
 
 from engine.attention.context import AttentionContext
 from engine.config.engine import EngineConfig
+from engine.kernels.row_state import HostResults
 from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder, decode_block
-from engine.runner.draft_program import DecideAndDraft, SamplingNeeds
+from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
 from engine.runner.fused_rows import FusedRows
 from engine.runner.pieces import may_mix, most_rows, num_pieces, saves_time
 from engine.runner.recorder import Program, Recorder
-from engine.runner.results import NUM_COUNTS, pack
+from engine.runner.results import NUM_COUNTS, ResultEntry, ResultRows, pack
 from engine.runner.slots import SlotState, SlotTraits
-from engine.runner.step_upload import ProgramShape, StepUpload, num_table_entries
+from engine.runner.step_upload import ProgramShape, StepUpload
 from engine.runner.target_program import TargetProgram, TargetStep
 from engine.sampling.filters import FilterFlags
-from engine.step import StepPlan
+from engine.step import BlockTableUpdate, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,13 @@ class _DecodePair:
     def __init__(self, owner: "DecodePrograms", shape: ProgramShape) -> None:
         self._owner, self.shape = owner, shape
         self._num_rows, self._width = shape.num_rows, shape.width
-        self._limit_1, self._slots_R = owner.upload.limit_1, owner.upload.slots_R(shape)
-        self._entries_U, self._block_ids_U = owner.upload.table_changes(shape)
-        self._pieces = owner.upload.pieces(shape)
+        self._host = host = owner.upload.host(shape)
+        if host is not None:
+            self._slots_R, self._size_R = host.slots_R, host.size_R
+        else:
+            self._pieces = owner.upload.pieces(shape)
+            self._slots_R = owner.upload.slots_R(shape)
+            self._size_R = None if self._pieces is None else self._pieces.size_R
         self._step: TargetStep | None = None
         self._decode: DecodeBlock | None = None
         self.run_draft: dict[Variant, Program] = {}
@@ -115,9 +120,9 @@ class _DecodePair:
         self.run_target = recorder.record(self._target)
         if self._num_rows <= owner.max_num_seqs:
             self.run_draft = {variant: recorder.record(self._draft_program(variant)) for variant in Variant}
-        if self._pieces is not None:
+        if self._size_R is not None:
             for variant in _MIXED_VARIANTS:
-                self.run_decide[variant] = recorder.record(self._decide_program(variant, self._pieces.size_R))
+                self.run_decide[variant] = recorder.record(self._decide_program(variant, self._size_R))
         if self._num_rows <= owner.max_num_seqs and self._width in owner.mixed_widths:
             for variant in owner.drafts_variants:
                 self.run_drafts_alone[variant] = recorder.record(self._drafts_program(variant))
@@ -127,11 +132,14 @@ class _DecodePair:
 
     def _target(self) -> None:
         owner, state = self._owner, self._owner.state
-        state.block_table.view(-1).index_copy_(0, self._entries_U, self._block_ids_U)
-        if owner.fused is not None:
-            self._decode, inputs = owner.fused.target_inputs(self._slots_R, self._width, self._limit_1, self._pieces)
+        if self._host is not None:
+            assert owner.fused is not None
+            decode, inputs = owner.fused.host_inputs(self._host, self._width)
+            self._decode = replace(decode, results=owner.host_results(self._num_rows))
         else:
-            self._decode = decode_block(state, self._slots_R, self._width, limit_1=self._limit_1, pieces=self._pieces)
+            state.block_table.view(-1).index_copy_(0, *owner.upload.table_changes(self.shape))
+            limit_1 = owner.upload.limit_1
+            self._decode = decode_block(state, self._slots_R, self._width, limit_1=limit_1, pieces=self._pieces)
             inputs = owner.builder.target_inputs(self._decode, (), has_pieces=self._pieces is not None)
         self._step = owner.target_program.run_decode(inputs)
 
@@ -143,7 +151,7 @@ class _DecodePair:
             assert decision is not None
             owner.draft_program.write_context(self._step, decision, self._num_rows, self._width)
             owner.draft_program.draft_after(decision, self._width, variant.value.filters)
-            owner.packed(self._num_rows, self._width).copy_(pack(decision))
+            owner.send_results(decision, self._num_rows, self._width)
 
         return run
 
@@ -157,7 +165,7 @@ class _DecodePair:
             decision = owner.draft_program.decide(self._step, decode, (), self._width, variant.value)
             assert decision is not None
             owner.draft_program.write_context(self._step, decision, self._num_rows, self._width)
-            owner.packed(num, self._width).copy_(pack(decision)[:num])
+            owner.send_results(decision, num, self._width)
             draws_nothing_R = size_R[:num] > 0
             owner.drafted_slots[:num].copy_(self._slots_R[:num].masked_fill(draws_nothing_R, owner.state.filler_slot))
 
@@ -197,8 +205,9 @@ class DecodePrograms:
     """All pairs of one engine, and the buffers they share.
 
     only_pairs: the (rows, width) to record, all by default.
-    results: int32, rows as `pack` makes them, one behind the other. drafted_slots: of a mixed step, the slots that get
-        drafts, and filler slots behind them.
+    memory: of the results on the host, which D of fused rows writes itself; None: nobody does.
+    results: int32, rows as `pack` makes them, one behind the other, where the host copies them.
+    drafted_slots: of a mixed step, the slots that get drafts, and filler slots behind them.
     mixes: steps that could be mixed are. num_mixed: those that were.
     """
 
@@ -213,14 +222,16 @@ class DecodePrograms:
         fused: FusedRows | None,
         recorder: Recorder,
         device: torch.device,
+        memory: torch.Tensor | None,
         only_pairs: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.state, self.builder = state, builder
         self.target_program, self.draft_program = target_program, draft_program
-        self.fused = fused
+        reads_host = fused is not None and fused.reads_host
+        self.fused, self._memory, self._device = fused, memory if reads_host else None, device
         self.max_num_seqs = largest = config.max_num_seqs
         shapes = [s for s in program_shapes(config) if only_pairs is None or (s.num_rows, s.width) in only_pairs]
-        self.upload = StepUpload(shapes, state, device)
+        self.upload = StepUpload(shapes, state, device, from_host=reads_host)
         columns = NUM_COUNTS + config.max_draft_len + 1
         self.results = torch.zeros(largest * columns, dtype=torch.int32, device=device)
         self.drafted_slots = torch.full((largest,), state.filler_slot, dtype=torch.int64, device=device)
@@ -247,8 +258,11 @@ class DecodePrograms:
         for number, pair in enumerate(pairs):
             rows, width = pair.shape.num_rows, pair.shape.width
             progress(f"recording decode programs: {number + 1} of {len(pairs)} ({rows} rows, {width} drafts)")
-            self.upload.send(pair.shape, limit=0)
+            self._settle()  # what was recorded before may still run, and read its numbers
+            self.upload.send_filler(pair.shape)
             pair.record(self._recorder)
+        self._settle()
+        self.upload.resume()
         logger.info(
             "Decode programs: %d, for steps of up to %s rows and drafts up to %d, recorded in %.1f s",
             sum([pair.num_programs for pair in self._pairs.values()]),
@@ -257,17 +271,42 @@ class DecodePrograms:
             time.perf_counter() - started,
         )
 
-    def run_target(self, plan: StepPlan, entries: Sequence[int], block_ids: Sequence[int]) -> _DecodePair:
-        """Uploads the step and runs T for its decode rows. entries, block_ids: at most what `has_room` allows."""
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def expect(self, entry: ResultEntry, num_rows: int, width: int) -> ResultRows | None:
+        """Where the next step's first rows will be in its entry, if D writes them there. None: it leaves them in
+        `packed`."""
+        if self._memory is None:
+            return None
+        return entry.expect(num_rows, NUM_COUNTS + width + 1, self.upload.number)
+
+    def host_results(self, num_rows: int) -> HostResults | None:
+        """Where D of so many rows writes them."""
+        if self._memory is None:
+            return None
+        num_read = min(num_rows, self.max_num_seqs)  # a mixed step's other rows draw nothing
+        return HostResults(memory=self._memory, sent_2=self.upload.sent_2, num_rows=num_read)
+
+    def send_results(self, decision: Decision, num_rows: int, width: int) -> None:
+        """The end of D, for its first rows."""
+        if self._memory is None:
+            self.packed(num_rows, width).copy_(pack(decision)[:num_rows])
+
+    def run_target(self, plan: StepPlan, updates: Sequence[BlockTableUpdate], place: int) -> _DecodePair:
+        """Uploads the step and runs T for its decode rows. updates: which `fits` allows. place: of the step's results
+        on the host, where `expect` says so."""
         slots = plan.decode_slots
         assert plan.verify_len <= plan.draft_len, f"a verify longer than what the step drafts: {plan}"
         pair = self._pairs[self._bucket_of[len(slots) - 1], plan.draft_len]
-        self.upload.send(pair.shape, limit=plan.verify_len, slots=slots, entries=entries, block_ids=block_ids)
+        self.upload.send(pair.shape, limit=plan.verify_len, slots=slots, updates=updates, place=place)
         pair.run_target()
         return pair
 
     def run_draft(self, pair: _DecodePair, plan: StepPlan, traits: int) -> torch.Tensor:
-        """Runs D and returns the batch's packed result rows, a view that the next step overwrites."""
+        """Runs D and returns where the batch's packed result rows are, if not on the host: a view that the next step
+        overwrites."""
         pair.run_draft[Variant.of(traits)]()
         return self.packed(len(plan.decode_slots), plan.draft_len)
 
@@ -278,14 +317,15 @@ class DecodePrograms:
         num_rows = self._mixed_rows(plan)
         return num_rows is not None and saves_time(plan, num_rows, self._bucket_of[len(plan.decode_slots) - 1])
 
-    def run_mixed(self, plan: StepPlan) -> torch.Tensor:
+    def run_mixed(self, plan: StepPlan, place: int) -> torch.Tensor:
         """T and D of a step with prompts among the rows. Returns what `run_draft` does, with a row for each prompt that
-        ended behind those of the decode rows. Only where `takes_mixed`."""
+        ended behind those of the decode rows. Only where `takes_mixed`. place: as for `run_target`."""
         num_rows, width = self._mixed_rows(plan), plan.draft_len
         assert num_rows is not None and plan.verify_len <= width, plan
         self.num_mixed += 1
         pair = self._pairs[num_rows, width]
-        self.upload.send(pair.shape, limit=plan.verify_len, slots=plan.decode_slots, prefill=plan.prefill)
+        slots, prefill = plan.decode_slots, plan.prefill
+        self.upload.send(pair.shape, limit=plan.verify_len, slots=slots, prefill=prefill, place=place)
         pair.run_target()
         variant = Variant.GREEDY if Variant.of(self._traits_of(plan)) is Variant.GREEDY else Variant.FILTER
         pair.run_decide[variant]()
@@ -307,10 +347,6 @@ class DecodePrograms:
         """The first rows of a program of this width, [num_rows, NUM_COUNTS + width + 1]."""
         columns = NUM_COUNTS + width + 1
         return self.results[: num_rows * columns].view(num_rows, columns)
-
-    def has_room(self, plan: StepPlan, num_entries: int) -> bool:
-        """Whether a step's block-table changes fit into its upload."""
-        return num_entries <= num_table_entries(self._bucket_of[len(plan.decode_slots) - 1])
 
 
 def _borrowed(step: TargetStep, decode: DecodeBlock, recorder: Recorder) -> tuple[TargetStep, DecodeBlock]:
@@ -334,5 +370,6 @@ def _borrowed(step: TargetStep, decode: DecodeBlock, recorder: Recorder) -> tupl
             finished_R=borrow(decode.finished_R),
             last_R=None,
             fused=None,
+            results=None,
         ),
     )

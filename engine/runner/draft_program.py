@@ -177,7 +177,9 @@ class DecideAndDraft:
         synthetic_R = None
         if length is not None:
             synthetic_R = fused.synthetic_accepted(length, decode.slots_R, decode.committed_R)
-        made = fused.commit(decode.slots_R, rows, drawn_M, peak_M, verify_len, synthetic_R, decode.size_R)
+        made = fused.commit(
+            decode.slots_R, rows, drawn_M, peak_M, verify_len, synthetic_R, decode.size_R, decode.results
+        )
         return Decision(
             slots_S=decode.slots_R,
             tokens_SE=made.tokens_RQ,

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.context import AttentionContext
 from engine.config.engine import EngineConfig
 from engine.kernels.available import dependent_launch, unavailable_reason
-from engine.kernels.row_state import Commit, PieceRows, Slots, TargetRows
+from engine.kernels.row_state import Commit, HostResults, HostUpload, Slots, TargetRows
 from engine.layers.cpu_jit import unavailable_reason as cpu_unavailable_reason
 from engine.runner.cpu_bookkeeping import CpuBookkeeping
 from engine.runner.slots import SlotState
@@ -76,14 +76,36 @@ class FusedRows:
             block_table=state.block_table,
         )
 
-    def target_inputs(
-        self, slots_R: Tensor, width: int, limit_1: Tensor | None = None, pieces: PieceRows | None = None
+    @property
+    def reads_host(self) -> bool:
+        """Whether T's rows are made of an upload in host memory, by `host_inputs`."""
+        return self._cpu is None
+
+    def target_inputs(self, slots_R: Tensor, width: int) -> tuple[DecodeBlock, ForwardInputs]:
+        """`decode_block` and `InputBuilder.target_inputs` of it, without prompt chunks. On the CPU."""
+        assert self._cpu is not None
+        rows = self._cpu.target_rows(self._slots, slots_R, width=width, block_size=self._block_size)
+        return self._inputs(rows, slots_R, width)
+
+    def host_inputs(self, upload: HostUpload, width: int) -> tuple[DecodeBlock, ForwardInputs]:
+        """The same of the next upload, whose block-table changes it makes and whose pieces are rows. On CUDA."""
+        from engine.kernels.target_rows import target_rows
+
+        rows = target_rows(
+            self._slots,
+            upload,
+            width=width,
+            block_size=self._block_size,
+            block_width=self._block_width,
+            pdl=self._pdl,
+        )
+        return self._inputs(rows, upload.slots_R, width, has_pieces=upload.size_R is not None)
+
+    def _inputs(
+        self, rows: TargetRows, slots_R: Tensor, width: int, *, has_pieces: bool = False
     ) -> tuple[DecodeBlock, ForwardInputs]:
-        """`decode_block` and `InputBuilder.target_inputs` of it, without prompt chunks. limit_1, pieces: on CUDA, as
-        there."""
         from engine.runner.batch import DecodeBlock, ForwardInputs
 
-        rows = self._target_rows(slots_R, width, limit_1, pieces)
         group = self._builder.group(
             first_row=0,
             slots_R=slots_R,
@@ -92,7 +114,8 @@ class FusedRows:
             kv_len_R=rows.kv_len_R,
             causal=True,
             has_filler=True,
-            shares_keys=pieces is not None,
+            shares_keys=has_pieces,
+            table_RB=rows.table_RB,
         )
         decode = DecodeBlock(
             slots_R=slots_R,
@@ -104,18 +127,6 @@ class FusedRows:
         )
         context = AttentionContext(slot_mapping_N=rows.cache_N, groups=(group,))
         return decode, ForwardInputs(ids_N=rows.ids_N, positions_N=rows.positions_N, context=context)
-
-    def _target_rows(self, slots_R: Tensor, width: int, limit_1: Tensor | None, pieces: PieceRows | None) -> TargetRows:
-        if self._cpu is not None:
-            assert limit_1 is None
-            assert pieces is None
-            return self._cpu.target_rows(self._slots, slots_R, width=width, block_size=self._block_size)
-        from engine.kernels.target_rows import target_rows
-
-        assert limit_1 is not None
-        return target_rows(
-            self._slots, slots_R, limit_1, pieces, width=width, block_size=self._block_size, pdl=self._pdl
-        )
 
     def synthetic_accepted(self, length: float, slots_R: Tensor, committed_R: Tensor) -> Tensor:
         """`engine.sampling.synthetic.synthetic_accepted` of the slots' seeds."""
@@ -134,10 +145,11 @@ class FusedRows:
         width: int,
         synthetic_R: Tensor | None,
         size_R: Tensor | None = None,
+        results: HostResults | None = None,
     ) -> Commit:
-        """`verify` and the writes of its verdict, the context's rows and the drafter's block. size_R: on CUDA, of
-        `PieceRows`."""
-        pieces = {} if size_R is None else {"size_R": size_R}
+        """`verify` and the writes of its verdict, the context's rows and the drafter's block. On CUDA size_R: of
+        `PieceRows`; results: where the packed rows go."""
+        on_cuda = {} if self._cpu is not None else {"size_R": size_R, "results": results}
         return self._commit(
             self._slots,
             slots_R,
@@ -150,7 +162,7 @@ class FusedRows:
             block_width=self._block_width,
             mask_id=self._mask_id,
             positions=self._positions,
-            **pieces,
+            **on_cuda,
         )
 
     def draft_inputs(self, slots_R: Tensor, made: Commit) -> ForwardInputs:
@@ -164,6 +176,7 @@ class FusedRows:
             q_start_R=made.start_R,
             kv_len_R=made.kv_len_R,
             causal=False,
+            table_RB=made.table_RB,
         )
         context = AttentionContext(slot_mapping_N=made.block_cache, groups=(group,))
         return ForwardInputs(ids_N=made.block_ids, positions_N=made.block_positions, context=context)

@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 
+from engine.kernels.row_state import ENTRIES
 from engine.layers.upload import upload
 from engine.parallel.tp_group import TpGroup
 from engine.runner.clock import StepClock
@@ -14,7 +15,7 @@ from engine.sampling.logprobs import LogprobTensors, to_messages, token_logprobs
 from engine.step import Finish, RowResult, SlotInit, TokenLogprobs
 
 NUM_COUNTS = 4  # numbers of a packed row ahead of its tokens
-_RING_ENTRIES = 3
+_NUMBER = 0x7FFFFFFF  # of an upload's number, what an entry holds
 _FINISH = tuple(Finish)  # by value: they are 0, 1, 2, ..
 
 
@@ -72,26 +73,44 @@ class LogprobRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResultRows:
-    """Where an entry of the ring holds some rows: `num_rows` of `width` numbers each, from `start` on."""
+    """Where an entry of the ring holds some rows: `num_rows` of `width` numbers each, from `start` on.
+
+    number: of the upload whose rows they are, if the device writes them there itself, with the number ahead of them.
+    """
 
     start: int
     num_rows: int
     width: int
+    number: int | None = None
 
 
 class ResultEntry:
-    """Host memory of one step's results, pinned on CUDA, with the marks around the step."""
+    """Host memory of one step's results, with the marks around the step.
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    memory: int32, all entries' (pinned on CUDA), of which this one's begins at `place`.
+    """
+
+    def __init__(self, memory: torch.Tensor, place: int, capacity: int, device: torch.device) -> None:
         self.clock = StepClock(device)
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.place = place
+        self._host = memory[place : place + capacity]
         self._array = self._host.numpy()
         self._used = 0
 
     def begin(self) -> None:
-        """A step is about to be launched; the last one's results are gone."""
+        """A step is about to be launched; the last one's results, which have left, are gone."""
+        self.clock.wait()
         self._used = 0
         self.clock.start()
+
+    def expect(self, num_rows: int, width: int, number: int) -> ResultRows:
+        """Rows that the device writes behind the upload's number, first of the entry; `place` is where the number goes.
+
+        It may write more rows than these, which later ones replace.
+        """
+        assert self._used == 0, "rows that the device writes are the first"
+        self._used = 1 + num_rows * width
+        return ResultRows(start=1, num_rows=num_rows, width=width, number=number)
 
     def put(self, packed_SW: torch.Tensor) -> ResultRows:
         """Queues the copy of some rows, as `pack` makes them."""
@@ -102,18 +121,32 @@ class ResultEntry:
 
     def read(self, place: ResultRows) -> list[list[int]]:
         """The rows, once the step is done."""
+        if place.number is not None:
+            found = int(self._array[0])
+            assert found == place.number & _NUMBER, f"rows of upload {found} where those of {place.number} should be"
         end = place.start + place.num_rows * place.width
         rows: list[list[int]] = self._array[place.start : end].reshape(place.num_rows, place.width).tolist()
         return rows
 
 
 class ResultRing:
-    """Entries taken in turn: one more than steps can be in flight."""
+    """Entries taken in turn: one more than steps can be in flight.
+
+    A step's entry is taken before the host writes anything else for it. By then the results of the step so many before
+    it have left the device, so that step's upload, of which there are as many, has been read.
+    """
 
     def __init__(self, *, num_rows: int, num_columns: int, device: torch.device) -> None:
-        capacity = num_rows * (NUM_COUNTS + 2 * num_columns)  # tokens, and the drafts behind them
-        self._entries = [ResultEntry(capacity, device) for _ in range(_RING_ENTRIES)]
+        capacity = 1 + num_rows * (NUM_COUNTS + 2 * num_columns)  # tokens, and the drafts behind them
+        pinned = device.type == "cuda"
+        self.memory = torch.zeros(ENTRIES * capacity, dtype=torch.int32, pin_memory=pinned)
+        self._entries = [ResultEntry(self.memory, n * capacity, capacity, device) for n in range(ENTRIES)]
         self._next = 0
+
+    def wait(self) -> None:
+        """Until nothing that was launched uses the host's memory any more."""
+        for entry in self._entries:
+            entry.clock.wait()
 
     def take(self) -> ResultEntry:
         entry = self._entries[self._next]
@@ -125,6 +158,7 @@ class ResultRing:
 def pack(decision: Decision) -> torch.Tensor:
     """int32 [S, NUM_COUNTS + E]: emitted, accepted, drafted, finish, then the tokens of each row."""
     if decision.fused is not None:
+        assert decision.fused.packed is not None, "the rows went to the host's memory"
         return decision.fused.packed
     counts_S4 = torch.stack(
         [decision.num_emitted_S, decision.num_accepted_S, decision.num_drafted_S, decision.finish_S], dim=1

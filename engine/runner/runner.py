@@ -3,6 +3,7 @@
 Guard rail: only what every model and every step needs belongs here. A feature that needs a branch gets its own file.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from engine.runner.recorder import GraphRecorder, Repeater
 from engine.runner.reported_drafts import drafts_of, pack_drafts
 from engine.runner.results import LogprobRows, ResultEntry, ResultRing, ResultRows, pack, row_results, unpack
 from engine.runner.slots import SlotState, SlotTraits
+from engine.runner.step_upload import fits
 from engine.runner.target_program import TargetProgram, TargetStep
 from engine.sampling.processors import LogitsStage
 from engine.step import PrefillChunk, RowResult, SlotInit, StepPlan, StepResult
@@ -116,6 +118,8 @@ class ModelRunner:
         )
         self._agreement = RankAgreement(tp, every_step=config.debug_checks)
         self._results = ResultRing(num_rows=config.max_num_seqs, num_columns=config.max_draft_len + 1, device=device)
+        # Steps that nobody waits for may still use the host's memory when the runner goes.
+        weakref.finalize(self, self._results.wait).atexit = False
         self._launched: deque[_Launched] = deque()
         self._decode_programs: DecodePrograms | None = None
         self._prompt_programs: PromptPrograms | None = None
@@ -134,6 +138,8 @@ class ModelRunner:
             fused=self._fused,
             recorder=recorder,
             device=self._device,
+            # Ranks that compare what they decided do so on the device.
+            memory=self._results.memory if self.tp.size == 1 else None,
             only_pairs=only_pairs,
         )
         self._prompt_programs = PromptPrograms(
@@ -185,37 +191,40 @@ class ModelRunner:
     def _run_mixed(self, programs: DecodePrograms, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
         """Decode rows and prompt chunks, in recorded programs."""
         slots = (*plan.decode_slots, *[chunk.slot for chunk in plan.prefill if chunk.samples])
-        packed = programs.run_mixed(plan)
+        place = programs.expect(entry, len(slots), plan.draft_len)
+        packed = programs.run_mixed(plan, entry.place)
         if self.tp.size > 1:
             self._agreement.check(plan.step_id, unpack(packed, slots))
-        return [_Rows(inits=self.state.inits_of(slots), place=entry.put(packed), logprobs=None)]
+        return [_Rows(inits=self.state.inits_of(slots), place=place or entry.put(packed), logprobs=None)]
 
     def _run_decode(self, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
         """The decode rows, in recorded programs. Applies the changes of state of a plan without prompts."""
-        programs = self._decode_programs
+        programs, slots, updates = self._decode_programs, plan.decode_slots, plan.block_updates
         assert programs is not None
-        entries: list[int] = []
-        block_ids: list[int] = []
-        if plan.block_updates and not (plan.new_slots or plan.prefill):
-            entries, block_ids = self.state.table_entries(plan.block_updates)
-            if not programs.has_room(plan, len(entries)):
-                self.state.write_table(entries, block_ids)
-                entries, block_ids = [], []
-        if not plan.decode_slots:
+        if plan.new_slots or plan.prefill:
+            updates = ()  # they are applied
+        elif fits(updates, slots):
+            self.state.note_table(updates)
+        else:
+            self.state.write_table(updates)
+            updates = ()
+        if not slots:
             return []
-        pair = programs.run_target(plan, entries, block_ids)
-        inits = self.state.inits_of(plan.decode_slots)
-        traits = self.state.traits_of(plan.decode_slots)
-        if traits & (SlotTraits.LOGPROBS | SlotTraits.RULES):
+        inits, traits = self.state.inits_of(slots), self.state.traits_of(slots)
+        is_eager = traits & (SlotTraits.LOGPROBS | SlotTraits.RULES)
+        place = None if is_eager else programs.expect(entry, len(slots), plan.draft_len)
+        pair = programs.run_target(plan, updates, entry.place)
+        if is_eager:
             output = pair.output(len(inits))
             return self._decide_and_draft(plan, output.step, output.decode, (), plan.draft_len, inits, entry)
         packed = programs.run_draft(pair, plan, traits)
+        place = place or entry.put(packed)
         drafts = None
         if plan.report_drafts:
-            drafts = self._report_drafts(plan, upload(plan.decode_slots, self._device), entry)
+            drafts = self._report_drafts(plan, upload(slots, self._device), entry)
         if self.tp.size > 1:
-            self._agreement.check(plan.step_id, unpack(packed, plan.decode_slots))
-        return [_Rows(inits=inits, place=entry.put(packed), logprobs=None, drafts=drafts)]
+            self._agreement.check(plan.step_id, unpack(packed, slots))
+        return [_Rows(inits=inits, place=place, logprobs=None, drafts=drafts)]
 
     def _run_prompts(self, programs: PromptPrograms, plan: StepPlan, entry: ResultEntry) -> list[_Rows]:
         """The prompt chunks, one behind the other in recorded programs.

@@ -96,26 +96,27 @@ class SlotState:
         """Upload a plan's new slots and block-table changes, in that order."""
         if plan.new_slots:
             self._assign(plan.new_slots)
-        self.write_table(*self.table_entries(plan.block_updates))
+        self.write_table(plan.block_updates)
         used = [*plan.decode_slots, *[chunk.slot for chunk in plan.prefill]]
         self.longest_table = max([self._num_blocks[slot] for slot in used], default=0)
 
-    def table_entries(self, updates: Sequence[BlockTableUpdate]) -> tuple[list[int], list[int]]:
-        """(places in the flattened block table, the block ids they take); notes the tables' new lengths."""
+    def note_table(self, updates: Sequence[BlockTableUpdate]) -> None:
+        """Notes the tables' new lengths, of changes that somebody writes."""
+        for update in updates:
+            end = update.first_index + len(update.block_ids)
+            assert end <= self.block_table.shape[1], "block table overflow: the scheduler reserved past max_model_len"
+            self._num_blocks[update.slot] = end
+
+    def write_table(self, updates: Sequence[BlockTableUpdate]) -> None:
+        """Puts the changes into the block table, and notes them."""
+        self.note_table(updates)
         width = self.block_table.shape[1]
         entries: list[int] = []
         block_ids: list[int] = []
         for update in updates:
-            end = update.first_index + len(update.block_ids)
-            assert end <= width, "block table overflow: the scheduler reserved past max_model_len"
-            first = update.slot * width
-            entries.extend(range(first + update.first_index, first + end))
+            first = update.slot * width + update.first_index
+            entries.extend(range(first, first + len(update.block_ids)))
             block_ids.extend(update.block_ids)
-            self._num_blocks[update.slot] = end
-        return entries, block_ids
-
-    def write_table(self, entries: list[int], block_ids: list[int]) -> None:
-        """Puts block ids into the flattened block table."""
         if entries:
             self.block_table.view(-1)[upload(entries, self._device)] = upload(block_ids, self._device)
 

@@ -1,32 +1,37 @@
-"""What a step brings to the decode programs: one packed upload.
+"""What a step brings to the decode programs: one packed upload. K drafts, Q = K + 1, R rows.
 
-    [0]                    limit of the decode rows' own drafts (the plan's verify_len, at most the program's width K)
-    [1 .. R]               slots
-    [R+1 .. R+U]           places in the flattened block table ..
-    [R+U+1 .. R+2U]        .. and the block ids they take; unused ones write 0 to the filler slot's table
+    4 numbers              the upload's own, counted from 0
+                           limit of the decode rows' own drafts (the plan's verify_len, at most the program's width K)
+                           place of the step's results in the memory that D writes them to, where it does
+                           none
+    R numbers              slots
+    R numbers              where new blocks begin in a slot's block table ..
+    R numbers              .. how many there are ..
+    R * NEW_BLOCKS         .. and which; behind the last anything
 
-and to programs that take pieces of prompts (`engine.runner.pieces`), Q = K + 1:
+and to programs that take pieces of prompts (`engine.runner.pieces`):
 
     R numbers              size of a row's piece, 0 where it is none; what follows is not sent where all are
     R numbers              position of a piece's first token
     R * Q numbers          its tokens
+
+It is copied to the device, or read where it is by the kernel that makes T's rows (`from_host`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 
-from engine.kernels.row_state import PieceRows
+from engine.kernels.row_state import HEADER, NEW_BLOCKS, HostUpload, PieceRows
 from engine.runner.pieces import write_pieces
 from engine.runner.slots import SlotState
-from engine.runner.upload_ring import UploadRing
-from engine.step import PrefillChunk
+from engine.runner.upload_ring import HostRing, UploadRing
+from engine.step import BlockTableUpdate, PrefillChunk
 
-
-def num_table_entries(num_rows: int) -> int:
-    """U, block-table changes that an upload has room for: two a row, as a verify of 16 tokens can fill, and some."""
-    return 2 * num_rows + 6
+Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +50,7 @@ class ProgramShape:
     @property
     def first_size(self) -> int:
         """Where the sizes of pieces begin."""
-        return 1 + self.num_rows + 2 * num_table_entries(self.num_rows)
+        return HEADER + (3 + NEW_BLOCKS) * self.num_rows
 
     @property
     def length(self) -> int:
@@ -53,36 +58,88 @@ class ProgramShape:
         return self.first_size + (self.num_rows * (self.width + 3) if self.takes_pieces else 0)
 
 
-class StepUpload:
-    """The buffer that all programs of these shapes read, and its host side."""
+def fits(updates: Sequence[BlockTableUpdate], slots: Sequence[int]) -> bool:
+    """Whether an upload has room for these changes of the block tables: of its rows' slots, few of each."""
+    changed = [update.slot for update in updates]
+    return (
+        all([len(update.block_ids) <= NEW_BLOCKS for update in updates])
+        and len(set(changed)) == len(changed)
+        and set(changed) <= set(slots)
+    )
 
-    def __init__(self, shapes: Iterable[ProgramShape], state: SlotState, device: torch.device) -> None:
-        self._ring = UploadRing(max([shape.length for shape in shapes]), device)
-        self._filler_slot = state.filler_slot
-        self._null_entry = state.filler_slot * state.block_table.shape[1]
+
+class StepUpload:
+    """What all programs of these shapes read, and its host side. from_host: it is read where the host wrote it."""
+
+    def __init__(
+        self, shapes: Sequence[ProgramShape], state: SlotState, device: torch.device, *, from_host: bool = False
+    ) -> None:
+        capacity = max([shape.length for shape in shapes])
+        capacity += -capacity % 8  # entries begin at lines of memory
+        self._state = state
+        self._copied = None if from_host else UploadRing(capacity, device)
+        self._ring = HostRing(capacity, device) if from_host else None
+        if from_host:
+            rows, columns = max([shape.num_rows for shape in shapes]), state.block_table.shape[1]
+            self._left = torch.zeros(2 + 2 * rows, dtype=torch.int64, device=device)
+            self._table = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+
+    @property
+    def number(self) -> int:
+        """Of the next upload, counted from 0. Only from_host."""
+        assert self._ring is not None
+        return self._ring.number
+
+    @property
+    def sent_2(self) -> torch.Tensor:
+        """`HostUpload.sent_2`."""
+        return self._left[:2]
+
+    def host(self, shape: ProgramShape) -> HostUpload | None:
+        """Where a program's first kernel finds its rows; None: they are copied."""
+        if self._ring is None:
+            return None
+        slots_R, size_R = self._left[2 : 2 + 2 * shape.num_rows].view(2, shape.num_rows).unbind()
+        return HostUpload(
+            entries_EC=self._ring.entries_EC,
+            turn_1=self._ring.turn_1,
+            slots_R=slots_R,
+            size_R=size_R if shape.takes_pieces else None,
+            sent_2=self.sent_2,
+            table_RB=self._table[: shape.num_rows],
+        )
 
     @property
     def limit_1(self) -> torch.Tensor:
-        """Where programs find the limit."""
-        return self._ring.device[:1]
+        """Where programs find the limit. This and what follows: only where uploads are copied."""
+        assert self._copied is not None
+        return self._copied.device[1:2]
 
     def slots_R(self, shape: ProgramShape) -> torch.Tensor:
         """Where a program finds its rows' slots."""
-        return self._ring.device[1 : 1 + shape.num_rows]
+        assert self._copied is not None
+        return self._copied.device[HEADER : HEADER + shape.num_rows]
 
     def table_changes(self, shape: ProgramShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a program finds places in the flattened block table, and the block ids they take."""
-        room, first = num_table_entries(shape.num_rows), 1 + shape.num_rows
-        entries_U, block_ids_U = self._ring.device[first : first + 2 * room].view(2, room).unbind()
-        return entries_U, block_ids_U
+        """Places in the flattened block table, and the block ids they take; unused ones write 0 to the filler slot's
+        table."""
+        assert self._copied is not None
+        rows, table = shape.num_rows, self._state.block_table
+        first, end = HEADER + rows, HEADER + 3 * rows
+        first_R1, num_R1 = self._copied.device[first:end].view(2, rows, 1).unbind()
+        ids_RN = self._copied.device[end : shape.first_size].view(rows, NEW_BLOCKS)
+        column_N = torch.arange(NEW_BLOCKS, device=ids_RN.device)
+        unused_RN = column_N >= num_R1
+        places_RN = self.slots_R(shape)[:, None] * table.shape[1] + first_R1 + column_N
+        places_RN = places_RN.masked_fill(unused_RN, self._state.filler_slot * table.shape[1])
+        return places_RN.flatten(), ids_RN.masked_fill(unused_RN, 0).flatten()
 
     def pieces(self, shape: ProgramShape) -> PieceRows | None:
         """Where a program finds its rows' pieces; None: it takes none."""
         if not shape.takes_pieces:
             return None
-        rows, first = shape.num_rows, shape.first_size
-        size_R, start_R = self._ring.device[first : first + 2 * rows].view(2, rows).unbind()
-        ids_RQ = self._ring.device[first + 2 * rows : shape.length].view(rows, shape.width + 1)
+        assert self._copied is not None
+        size_R, start_R, ids_RQ = _pieces_of(self._copied.device, shape)
         return PieceRows(size_R=size_R, start_R=start_R, ids_RQ=ids_RQ)
 
     def send(
@@ -91,33 +148,71 @@ class StepUpload:
         *,
         limit: int,
         slots: Sequence[int] = (),
-        entries: Sequence[int] = (),
-        block_ids: Sequence[int] = (),
+        updates: Sequence[BlockTableUpdate] = (),
         prefill: Sequence[PrefillChunk] = (),
+        place: int = 0,
     ) -> None:
-        """slots: of the decode rows. entries, block_ids: the block table's changes, as many as it has room for.
-        prefill: chunks that run as pieces behind the decode rows."""
-        rows, room, first_size = shape.num_rows, num_table_entries(shape.num_rows), shape.first_size
-        assert len(entries) <= room, f"{len(entries)} block-table changes, room for {room}"
-        array = self._ring.next()
-        array[0] = limit
-        array[1 : 1 + len(slots)] = slots
-        array[1 + len(slots) : 1 + rows] = self._filler_slot
-        first = 1 + rows
-        array[first : first + room] = self._null_entry
-        array[first + room : first_size] = 0
-        if entries:
-            array[first : first + len(entries)] = entries
-            array[first + room : first + room + len(entries)] = block_ids
+        """slots: of the decode rows. updates: the block tables' changes, which fit. prefill: chunks that run as pieces
+        behind the decode rows. place: of the results."""
+        if self._ring is not None:
+            self._ring.next()[0] = self._ring.number
+            self._fill(self._ring.next(), shape, limit, slots, updates, prefill, place)
+            self._ring.send()
+            return
+        assert self._copied is not None
+        self._copied.send(self._fill(self._copied.next(), shape, limit, slots, updates, prefill, place))
+
+    def send_filler(self, shape: ProgramShape) -> None:
+        """For programs that run as often as they like until `resume`, of filler rows alone. The device is idle."""
+        if self._ring is None:
+            self.send(shape, limit=0)
+            return
+        self._fill(self._ring.next(), shape, 0, (), (), (), 0)
+        self._ring.repeat()
+
+    def resume(self) -> None:
+        """From now on each upload is for the one program that is launched behind it."""
+        if self._ring is not None:
+            self._ring.resume()
+
+    def _fill(
+        self,
+        array: np.ndarray,
+        shape: ProgramShape,
+        limit: int,
+        slots: Sequence[int],
+        updates: Sequence[BlockTableUpdate],
+        prefill: Sequence[PrefillChunk],
+        place: int,
+    ) -> int:
+        """Writes an upload and returns its length."""
+        rows, first_size = shape.num_rows, shape.first_size
+        array[1], array[2] = limit, place
+        slots_R, first_R, num_R = array[HEADER : HEADER + 3 * rows].reshape(3, rows)
+        slots_R[: len(slots)] = slots
+        slots_R[len(slots) :] = self._state.filler_slot
+        num_R[:] = 0
+        if updates:
+            assert fits(updates, slots), f"more block-table changes than an upload has room for: {updates}"
+            ids_RN = array[HEADER + 3 * rows : first_size].reshape(rows, NEW_BLOCKS)
+            row_of = {slot: row for row, slot in enumerate(slots)}
+            for update in updates:
+                row, num = row_of[update.slot], len(update.block_ids)
+                first_R[row], num_R[row] = update.first_index, num
+                ids_RN[row, :num] = update.block_ids
         if not shape.takes_pieces:
             assert not prefill
-            self._ring.send(first_size)
-            return
-        size_R, start_R = array[first_size : first_size + 2 * rows].reshape(2, rows)
+            return first_size
+        size_R, start_R, ids_RQ = _pieces_of(array, shape)
         size_R[:] = 0
         if not prefill:
-            self._ring.send(first_size + rows)
-            return
-        ids_RQ = array[first_size + 2 * rows : shape.length].reshape(rows, shape.width + 1)
-        write_pieces(prefill, len(slots), array[1 : 1 + rows], size_R, start_R, ids_RQ)
-        self._ring.send(shape.length)
+            return first_size + rows
+        write_pieces(prefill, len(slots), slots_R, size_R, start_R, ids_RQ)
+        return shape.length
+
+
+def _pieces_of(numbers: Numbers, shape: ProgramShape) -> tuple[Numbers, Numbers, Numbers]:
+    """Sizes, positions and tokens of pieces, as views of an upload."""
+    rows, first = shape.num_rows, shape.first_size
+    ids_RQ = numbers[first + 2 * rows : shape.length].reshape(rows, shape.width + 1)
+    return numbers[first : first + rows], numbers[first + rows : first + 2 * rows], ids_RQ

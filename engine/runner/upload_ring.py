@@ -1,9 +1,9 @@
-"""A step's numbers on their way to the device: one packed buffer, one copy that nobody waits for."""
+"""A step's numbers on their way to the device: one packed buffer that nobody waits for, copied or read where it is."""
 
 import numpy as np
 import torch
 
-_ENTRIES = 3  # one being copied, one waiting behind the step in flight, one being filled
+from engine.kernels.row_state import ENTRIES, TURN_BITS
 
 
 class UploadRing:
@@ -16,9 +16,9 @@ class UploadRing:
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.device = torch.zeros(capacity, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
-        self._hosts = [torch.zeros(capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(_ENTRIES)]
+        self._hosts = [torch.zeros(capacity, dtype=torch.int64, pin_memory=pinned) for _ in range(ENTRIES)]
         self._arrays = [host.numpy() for host in self._hosts]
-        self._copied = [torch.cuda.Event() for _ in range(_ENTRIES)] if pinned else None
+        self._copied = [torch.cuda.Event() for _ in range(ENTRIES)] if pinned else None
         self._entry = 0
 
     def next(self) -> np.ndarray:
@@ -32,4 +32,34 @@ class UploadRing:
         self.device[:length].copy_(self._hosts[self._entry][:length], non_blocking=True)
         if self._copied is not None:
             self._copied[self._entry].record()
-        self._entry = (self._entry + 1) % _ENTRIES
+        self._entry = (self._entry + 1) % ENTRIES
+
+
+class HostRing:
+    """Numbers that the device reads in host memory: see `engine.kernels.row_state.HostUpload`.
+
+    Between two calls of `send` exactly one program that reads an upload is launched. Whoever calls `next` knows that
+    the one that read the entry, ENTRIES uploads ago, has ended.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.entries_EC = torch.zeros(ENTRIES, capacity, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.turn_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self._arrays = self.entries_EC.numpy()
+        self.number = 0  # of the next upload
+
+    def next(self) -> np.ndarray:
+        """The array to fill for the next `send`."""
+        return self._arrays[self.number % ENTRIES]
+
+    def send(self) -> None:
+        """The array that `next` gave is filled: the program launched now may read it."""
+        self.number += 1
+
+    def repeat(self) -> None:
+        """Instead of `send`: whatever runs until `resume` reads this array, as often as it runs. The device is idle."""
+        self._arrays[:] = self.next().copy()
+
+    def resume(self) -> None:
+        """The next program reads the next upload, however many have run."""
+        self.turn_1.fill_(self.number << TURN_BITS)

@@ -55,9 +55,9 @@ def run(llm: LLM, requests: list[Arrival], *, schedules: dict[int, dict[int, int
     if programs is not None:
         run_mixed = programs.run_mixed
 
-        def note_and_run(plan: StepPlan) -> torch.Tensor:
+        def note_and_run(plan: StepPlan, place: int) -> torch.Tensor:
             result.mixed.append(plan)
-            return run_mixed(plan)
+            return run_mixed(plan, place)
 
         programs.run_mixed = note_and_run
     waiting = list(requests)

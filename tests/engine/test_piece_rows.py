@@ -113,8 +113,8 @@ def test_an_upload_brings_the_pieces_behind_the_rest():
             range(100, 100 + 2 * Q)
         )
         assert pieces.ids_RQ.shape == (shape.num_rows, Q) and pieces.ids_RQ.is_contiguous()
-        entries_U, block_ids_U = upload.table_changes(shape)
-        assert set(entries_U.tolist()) == {state.filler_slot * state.block_table.shape[1]} and not block_ids_U.any()
+        places_U, block_ids_U = upload.table_changes(shape)
+        assert set(places_U.tolist()) == {state.filler_slot * state.block_table.shape[1]} and not block_ids_U.any()
         upload.send(shape, limit=0, slots=(4, 5))
         assert not pieces.size_R.any()
 

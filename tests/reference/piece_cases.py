@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from engine.config.engine import EngineConfig
-from engine.kernels.row_state import PieceRows
+from engine.kernels.row_state import HEADER, HostUpload, PieceRows
 from engine.parallel.tp_group import TpGroup
 from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder, decode_block
 from engine.runner.decode_programs import Variant
 from engine.runner.draft_program import DecideAndDraft, Decision
 from engine.runner.fused_rows import FusedRows
 from engine.runner.slots import SlotState
+from engine.runner.step_upload import ProgramShape, StepUpload
 from engine.runner.target_program import TargetStep
 from engine.step import Finish
 from tests.engine.fake_runner import VOCAB_SIZE, make_config
@@ -93,10 +94,22 @@ class Case:
         """T's inputs, by the torch forms or the kernel."""
         builder = InputBuilder(self.config, self.state, self.device, fixed_shapes=True)
         if fused:
-            rows = FusedRows(self.config, self.state, builder)
-            return rows.target_inputs(self.slots_R, self.width, self.limit_1, self.pieces)
+            return FusedRows(self.config, self.state, builder).host_inputs(self.upload(), self.width)
         decode = decode_block(self.state, self.slots_R, self.width, limit_1=self.limit_1, pieces=self.pieces)
         return decode, builder.target_inputs(decode, ())
+
+    def upload(self) -> HostUpload:
+        """The rows as the host would have written them for the next run of T's first kernel."""
+        R = len(self.sizes)
+        shape = ProgramShape(num_rows=R, width=self.width, takes_pieces=True)
+        host = StepUpload([shape], self.state, self.device, from_host=True).host(shape)
+        assert host is not None
+        entry = host.entries_EC[0]
+        entry[1] = self.limit_1
+        entry[HEADER : HEADER + R] = self.slots_R
+        pieces = [self.pieces.size_R, self.pieces.start_R, self.pieces.ids_RQ.flatten()]
+        entry[shape.first_size : shape.length] = torch.cat(pieces)
+        return host
 
     def decide(self, variant: Variant, *, fused: bool) -> tuple[Decision, tuple[Tensor, Tensor]]:
         """The decision, and the positions and cache slots that the drafter's context was written for."""
