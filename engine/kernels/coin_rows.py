@@ -1,17 +1,12 @@
-"""The coin of synthetic acceptance for the rows of a step in one launch, where torch's form takes some 150.
+"""A row's random keys, and the coin of synthetic acceptance.
 
 The same integers as `engine.sampling.noise.uniform_noise` of id 0, hence the same coins.
 """
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from engine.kernels.device_ops import begin
-from engine.sampling.noise import KEY_STARTS, MAX_U, MUL_A, MUL_B, MUL_ID, STREAM_ACCEPT
+from engine.sampling.noise import KEY_STARTS, MAX_U, MUL_A, MUL_B, MUL_ID
 
 _A, _B, _ID = tl.constexpr(MUL_A), tl.constexpr(MUL_B), tl.constexpr(MUL_ID)
 _START_A, _START_B = tl.constexpr(KEY_STARTS[0]), tl.constexpr(KEY_STARTS[1])
@@ -39,21 +34,8 @@ def row_key(start, seed, position):
 
 
 @triton.jit
-def _coin_kernel(
-    seed_ptr,
-    slot_ptr,
-    position_ptr,
-    out_ptr,
-    certain,
-    fraction,
-    seed_stride,
-    STREAM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    begin(PDL)
-    row = tl.program_id(0)
-    seed = tl.load(seed_ptr + tl.load(slot_ptr + row) * seed_stride)
-    position = tl.load(position_ptr + row)
+def accepted_by_coin(seed, position, certain, fraction, STREAM: tl.constexpr):
+    """`engine.sampling.synthetic.synthetic_accepted` of one row. certain: drafts that are accepted anyhow."""
     x = (row_key(seed * 0 + _START_A + STREAM, seed, position) * _A) & _U32
     x = x ^ (x >> 15)
     x = ((x + row_key(seed * 0 + _START_B + STREAM, seed, position)) * _B) & _U32
@@ -61,26 +43,4 @@ def _coin_kernel(
     x = (x * _A) & _U32
     x = (x ^ (x >> 15)) & 0x7FFFFFFF
     coin = tl.minimum((x.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10, _MAX_U)  # 2^-31
-    tl.store(out_ptr + row, certain + (coin < fraction).to(tl.int64))
-
-
-def accepted_by_coin(
-    length: float, seed_S: Tensor, slots_R: Tensor, position_R: Tensor, *, pdl: bool = False
-) -> Tensor:
-    """`engine.sampling.synthetic.synthetic_accepted` of the rows' seeds, seed_S[slots_R]."""
-    accepted_R = torch.empty_like(position_R)
-    certain = math.floor(length) - 1
-    _coin_kernel[(slots_R.shape[0],)](
-        seed_S,
-        slots_R,
-        position_R,
-        accepted_R,
-        certain,
-        length - math.floor(length),
-        seed_S.stride(0),
-        STREAM=STREAM_ACCEPT,
-        PDL=pdl,
-        num_warps=1,
-        launch_pdl=pdl,
-    )
-    return accepted_R
+    return certain + (coin < fraction).to(tl.int64)

@@ -4,13 +4,17 @@ Each row is one program, its columns one vector. What is computed is told by the
 `engine.sampling.verify` and `engine.runner` (`draft_program`, `batch`, `piece_rows`). Shapes as in `row_state`.
 """
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.coin_rows import accepted_by_coin
 from engine.kernels.device_ops import begin
 from engine.kernels.row_state import Commit, HostResults, Slots, TargetRows
 from engine.kernels.target_rows import cache_slot
+from engine.sampling.noise import STREAM_ACCEPT
 from engine.step import Finish
 
 _FINISH_STOP = tl.constexpr(int(Finish.STOP))
@@ -19,7 +23,7 @@ _FINISH_ERROR = tl.constexpr(int(Finish.ERROR))
 _FINISH_NONE = tl.constexpr(int(Finish.NONE))
 
 
-@triton.jit(do_not_specialize=["K", "num_stops", "mask_id", "positions", "num_packed"])
+@triton.jit(do_not_specialize=["K", "num_stops", "mask_id", "positions", "num_packed", "certain"])
 def _commit_kernel(
     slot_ptr,
     drawn_ptr,
@@ -28,7 +32,7 @@ def _commit_kernel(
     k_ptr,
     committed_ptr,
     finished_ptr,
-    synthetic_ptr,
+    seed_ptr,
     size_ptr,
     cache_ptr,
     position_ptr,
@@ -61,12 +65,15 @@ def _commit_kernel(
     stop_stride,
     table_stride,
     num_packed,
+    certain,
+    fraction,
     W: tl.constexpr,
     COLUMNS: tl.constexpr,
     STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SYNTHETIC: tl.constexpr,
+    STREAM: tl.constexpr,
     PIECES: tl.constexpr,
     DRAFTER: tl.constexpr,
     TO_HOST: tl.constexpr,
@@ -103,7 +110,8 @@ def _commit_kernel(
     matches = (draft == token) & (c < k) & valid
     accepted = tl.min(tl.where(matches, none, c.to(tl.int64)), 0)
     if SYNTHETIC:
-        accepted = tl.minimum(tl.load(synthetic_ptr + row), k)
+        coin = accepted_by_coin(tl.load(seed_ptr + slot * length_stride), committed, certain, fraction, STREAM)
+        accepted = tl.minimum(coin, k)
     s = tl.arange(0, STOPS)
     stops = tl.load(stop_ptr + slot * stop_stride + s, mask=s < num_stops, other=-1)
     hits = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
@@ -173,7 +181,7 @@ def commit(
     *,
     width: int,
     block_size: int,
-    synthetic_R: Tensor | None,
+    synthetic: tuple[float, Tensor] | None,
     block_width: int,
     mask_id: int,
     positions: int,
@@ -183,12 +191,15 @@ def commit(
 ) -> Commit:
     """Verifies and commits the rows, and makes everything of D that follows from it.
 
-    block_width: W, 0 without a drafter. positions: of the drafter's table. size_R: `PieceRows.size_R` where some rows
+    synthetic: the length of `engine.sampling.synthetic` and the slots' seeds. block_width: W, 0 without a drafter.
+    positions: of the drafter's table. size_R: `PieceRows.size_R` where some rows
     are pieces of prompts; what the drafter's block would be is then no use. results: where packed rows go; None: to
     the device, all of them.
     """
     R, Q, W, num_stops = slots_R.shape[0], width + 1, block_width, slots.stop_ids.shape[1]
     assert slots.max_len.stride(0) == slots.min_len.stride(0)
+    assert synthetic is None or synthetic[1].stride(0) == slots.max_len.stride(0)
+    length = 1.0 if synthetic is None else synthetic[0]
     assert drawn_N.is_contiguous()
     assert peak_N.is_contiguous()
     assert slots_R.is_contiguous()
@@ -201,7 +212,7 @@ def commit(
         rows.k_R,
         rows.committed_R,
         rows.finished_R,
-        rows.k_R if synthetic_R is None else synthetic_R,
+        slots.max_len if synthetic is None else synthetic[1],
         rows.k_R if size_R is None else size_R,
         rows.cache_N,
         rows.positions_N,
@@ -234,12 +245,15 @@ def commit(
         slots.stop_ids.stride(0),
         slots.block_table.stride(0),
         R if results is None else results.num_rows,
+        math.floor(length) - 1,
+        length - math.floor(length),
         W=W,
         COLUMNS=triton.next_power_of_2(Q),
         STOPS=triton.next_power_of_2(max(num_stops, 1)),
         BLOCK=triton.next_power_of_2(max(W, 1)),
         BLOCK_SIZE=block_size,
-        SYNTHETIC=synthetic_R is not None,
+        SYNTHETIC=synthetic is not None,
+        STREAM=STREAM_ACCEPT,
         PIECES=size_R is not None,
         DRAFTER=W > 0,
         TO_HOST=results is not None,

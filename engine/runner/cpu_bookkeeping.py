@@ -86,6 +86,7 @@ class CpuBookkeeping:
         """
         R = slots_R.shape[0]
         made = self._commit_of(R, width, block_width, slots_R.device)
+        assert made.packed is not None
         assert slots.max_len.stride(0) == slots.min_len.stride(0)
         assert all(tensor.is_contiguous() for tensor in (slots_R, drawn_N, peak_N, slots.stop_ids))
         assert (drawn_N.dtype, peak_N.dtype) == (torch.int64, torch.float32)

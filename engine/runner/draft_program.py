@@ -174,12 +174,7 @@ class DecideAndDraft:
         verify_len: int,
     ) -> Decision:
         length = self._config.synthetic_acceptance_length
-        synthetic_R = None
-        if length is not None:
-            synthetic_R = fused.synthetic_accepted(length, decode.slots_R, decode.committed_R)
-        made = fused.commit(
-            decode.slots_R, rows, drawn_M, peak_M, verify_len, synthetic_R, decode.size_R, decode.results
-        )
+        made = fused.commit(decode.slots_R, rows, drawn_M, peak_M, verify_len, length, decode.size_R, decode.results)
         return Decision(
             slots_S=decode.slots_R,
             tokens_SE=made.tokens_RQ,

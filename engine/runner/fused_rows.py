@@ -9,7 +9,7 @@ from __future__ import annotations  # annotations only, of classes that refer to
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -128,14 +128,6 @@ class FusedRows:
         context = AttentionContext(slot_mapping_N=rows.cache_N, groups=(group,))
         return decode, ForwardInputs(ids_N=rows.ids_N, positions_N=rows.positions_N, context=context)
 
-    def synthetic_accepted(self, length: float, slots_R: Tensor, committed_R: Tensor) -> Tensor:
-        """`engine.sampling.synthetic.synthetic_accepted` of the slots' seeds."""
-        if self._cpu is not None:
-            return synthetic_accepted(length, self._state.seed[slots_R], committed_R)
-        from engine.kernels.coin_rows import accepted_by_coin
-
-        return accepted_by_coin(length, self._state.seed, slots_R, committed_R, pdl=self._pdl)
-
     def commit(
         self,
         slots_R: Tensor,
@@ -143,13 +135,24 @@ class FusedRows:
         drawn_N: Tensor,
         peak_N: Tensor,
         width: int,
-        synthetic_R: Tensor | None,
+        synthetic_length: float | None,
         size_R: Tensor | None = None,
         results: HostResults | None = None,
     ) -> Commit:
-        """`verify` and the writes of its verdict, the context's rows and the drafter's block. On CUDA size_R: of
-        `PieceRows`; results: where the packed rows go."""
-        on_cuda = {} if self._cpu is not None else {"size_R": size_R, "results": results}
+        """`verify` and the writes of its verdict, the context's rows and the drafter's block.
+
+        synthetic_length: of `engine.sampling.synthetic`, None without. On CUDA size_R: of `PieceRows`; results: where
+        the packed rows go.
+        """
+        options: dict[str, Any]
+        if self._cpu is None:
+            synthetic = None if synthetic_length is None else (synthetic_length, self._state.seed)
+            options = {"synthetic": synthetic, "size_R": size_R, "results": results}
+        elif synthetic_length is None:
+            options = {"synthetic_R": None}
+        else:
+            seed_R = self._state.seed[slots_R]
+            options = {"synthetic_R": synthetic_accepted(synthetic_length, seed_R, rows.committed_R)}
         return self._commit(
             self._slots,
             slots_R,
@@ -158,11 +161,10 @@ class FusedRows:
             peak_N,
             width=width,
             block_size=self._block_size,
-            synthetic_R=synthetic_R,
             block_width=self._block_width,
             mask_id=self._mask_id,
             positions=self._positions,
-            **on_cuda,
+            **options,
         )
 
     def draft_inputs(self, slots_R: Tensor, made: Commit) -> ForwardInputs:

@@ -1,11 +1,13 @@
 """Decode rows with every kind of end, for the kernels that verify and commit them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.kernels.row_state import Commit, Slots, TargetRows
+from engine.sampling.synthetic import synthetic_accepted
 from engine.sampling.verify import verify
 
 
@@ -50,11 +52,25 @@ def random_rows(K: int, R: int, device: str) -> tuple[Slots, TargetRows, Tensor,
 
 
 def check_commit(
-    commit: Callable[..., Commit], case: tuple[int, int], device: str, *, synthetic: bool, W: int = 8
+    commit: Callable[..., Commit],
+    case: tuple[int, int],
+    device: str,
+    *,
+    synthetic: bool,
+    W: int = 8,
+    coin_of: float | None = None,
 ) -> None:
-    """`commit` decides what `verify` decides, writes it to the slots, and makes the context's and the block's rows."""
+    """`commit` decides what `verify` decides, writes it to the slots, and makes the context's and the block's rows.
+
+    coin_of: a synthetic length, for a commit that tosses the coin itself.
+    """
     (K, R), positions = case, 64
     slots, rows, slots_R, drawn_RQ, peak_RQ, synthetic_R = random_rows(K, R, device)
+    options: dict[str, Any] = {"synthetic_R": synthetic_R if synthetic else None}
+    if coin_of is not None:
+        seed_S = torch.randint(-(2**63), 2**63 - 1, (R + 1,), generator=torch.Generator().manual_seed(K)).to(device)
+        options = {"synthetic": (coin_of, seed_S) if synthetic else None}
+        synthetic_R = synthetic_accepted(coin_of, seed_S[slots_R], rows.committed_R)
     valid_RQ = peak_RQ < torch.inf
     tokens_RQ = drawn_RQ.masked_fill(~valid_RQ, 0)
     before_last, before_finished = slots.last_token.clone(), slots.finished.clone()
@@ -78,7 +94,7 @@ def check_commit(
         peak_RQ.flatten(),
         width=K,
         block_size=16,
-        synthetic_R=synthetic_R if synthetic else None,
+        **options,
         block_width=W,
         mask_id=77,
         positions=positions,
