@@ -62,6 +62,7 @@ def row_buckets(largest: int) -> tuple[int, ...]:
     return tuple(sorted({*[n for n in (*powers, *between) if n < largest], largest}))
 
 
+_ROWS_OF_ONE = 4  # up to so many rows a step may be one graph: what lies between two counts there
 # Few for mixed steps, to have few programs: of those that draw, the one that suits all.
 _MIXED_VARIANTS = (Variant.GREEDY, Variant.FILTER)
 
@@ -92,6 +93,7 @@ class DecodeOutput:
 class _DecodePair:
     """T and the variants of D for one (rows, width).
 
+    run_step: T and the greedy D in one, of few rows, where programs are recorded.
     run_draft: D of decode steps. run_decide: of mixed ones, all but the drafts. run_drafts_alone: of so many rows.
     """
 
@@ -107,16 +109,20 @@ class _DecodePair:
             self._size_R = None if self._pieces is None else self._pieces.size_R
         self._step: TargetStep | None = None
         self._decode: DecodeBlock | None = None
+        self.run_step: Program | None = None
         self.run_draft: dict[Variant, Program] = {}
         self.run_decide: dict[Variant, Program] = {}
         self.run_drafts_alone: dict[Variant, Program] = {}
 
     @property
     def num_programs(self) -> int:
-        return 1 + len(self.run_draft) + len(self.run_decide) + len(self.run_drafts_alone)
+        decode = 1 + (self.run_step is not None) + len(self.run_draft)
+        return decode + len(self.run_decide) + len(self.run_drafts_alone)
 
     def record(self, recorder: Recorder) -> None:
         owner = self._owner
+        if recorder.records and self._num_rows <= min(_ROWS_OF_ONE, owner.max_num_seqs):
+            self.run_step = recorder.record(self._whole_step)
         self.run_target = recorder.record(self._target)
         if self._num_rows <= owner.max_num_seqs:
             self.run_draft = {variant: recorder.record(self._draft_program(variant)) for variant in Variant}
@@ -142,6 +148,10 @@ class _DecodePair:
             self._decode = decode_block(state, self._slots_R, self._width, limit_1=limit_1, pieces=self._pieces)
             inputs = owner.builder.target_inputs(self._decode, (), has_pieces=self._pieces is not None)
         self._step = owner.target_program.run_decode(inputs)
+
+    def _whole_step(self) -> None:
+        self._target()
+        self._draft_program(Variant.GREEDY)()
 
     def _draft_program(self, variant: Variant) -> Program:
         def run() -> None:
@@ -294,20 +304,29 @@ class DecodePrograms:
         if self._memory is None:
             self.packed(num_rows, width).copy_(pack(decision)[:num_rows])
 
-    def run_target(self, plan: StepPlan, updates: Sequence[BlockTableUpdate], place: int) -> _DecodePair:
-        """Uploads the step and runs T for its decode rows. updates: which `fits` allows. place: of the step's results
-        on the host, where `expect` says so."""
+    def run_target(
+        self, plan: StepPlan, updates: Sequence[BlockTableUpdate], place: int, variant: Variant | None
+    ) -> _DecodePair:
+        """Uploads the step and runs T for its decode rows.
+
+        updates: which `fits` allows. place: of the step's results on the host, where `expect` says so. variant: of
+        `run_draft`, where that follows at once: it may be done then. None: somebody looks at what T made.
+        """
         slots = plan.decode_slots
         assert plan.verify_len <= plan.draft_len, f"a verify longer than what the step drafts: {plan}"
         pair = self._pairs[self._bucket_of[len(slots) - 1], plan.draft_len]
         self.upload.send(pair.shape, limit=plan.verify_len, slots=slots, updates=updates, place=place)
-        pair.run_target()
+        if pair.run_step is not None and variant is Variant.GREEDY:
+            pair.run_step()
+        else:
+            pair.run_target()
         return pair
 
-    def run_draft(self, pair: _DecodePair, plan: StepPlan, traits: int) -> torch.Tensor:
-        """Runs D and returns where the batch's packed result rows are, if not on the host: a view that the next step
-        overwrites."""
-        pair.run_draft[Variant.of(traits)]()
+    def run_draft(self, pair: _DecodePair, plan: StepPlan, variant: Variant) -> torch.Tensor:
+        """Runs D where `run_target` left it. Returns where the batch's packed result rows are, if not on the host: a
+        view that the next step overwrites."""
+        if pair.run_step is None or variant is not Variant.GREEDY:
+            pair.run_draft[variant]()
         return self.packed(len(plan.decode_slots), plan.draft_len)
 
     def takes_mixed(self, plan: StepPlan) -> bool:

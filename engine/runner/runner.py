@@ -18,7 +18,7 @@ from engine.models.target import TargetModel
 from engine.parallel.tp_group import TpGroup
 from engine.runner.agreement import RankAgreement
 from engine.runner.batch import DecodeBlock, InputBuilder, decode_block
-from engine.runner.decode_programs import DecodePrograms
+from engine.runner.decode_programs import DecodePrograms, Variant
 from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
 from engine.runner.fused_rows import FusedRows
 from engine.runner.prompt_programs import PromptPrograms
@@ -212,12 +212,13 @@ class ModelRunner:
             return []
         inits, traits = self.state.inits_of(slots), self.state.traits_of(slots)
         is_eager = traits & (SlotTraits.LOGPROBS | SlotTraits.RULES)
+        variant = None if is_eager else Variant.of(traits)
         place = None if is_eager else programs.expect(entry, len(slots), plan.draft_len)
-        pair = programs.run_target(plan, updates, entry.place)
-        if is_eager:
+        pair = programs.run_target(plan, updates, entry.place, variant)
+        if variant is None:
             output = pair.output(len(inits))
             return self._decide_and_draft(plan, output.step, output.decode, (), plan.draft_len, inits, entry)
-        packed = programs.run_draft(pair, plan, traits)
+        packed = programs.run_draft(pair, plan, variant)
         place = place or entry.put(packed)
         drafts = None
         if plan.report_drafts:
