@@ -14,10 +14,12 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from engine.kernels.commit_rows import commit
 
 
+@pytest.mark.parametrize("programs", ["repeated", "graphs"])
 @pytest.mark.parametrize(("case", "device"), places([1, 2, 3], []))
 def test_engines_emit_the_same_tokens(
     case: int,
     device: str,
+    programs: str,
     models: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -30,9 +32,9 @@ def test_engines_emit_the_same_tokens(
         return FusedRows(config, state, builder)
 
     monkeypatch.setattr(FusedRows, "create", lambda *args: None)
-    want = drive(build(models, "repeated", **options), case)
+    want = drive(build(models, programs, **options), case)
     monkeypatch.setattr(FusedRows, "create", create)
-    got = drive(build(models, "repeated", **options), case)
+    got = drive(build(models, programs, **options), case)
     assert used == ["made"]
     assert got == want
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine import SamplingParams
 from engine.kernels.row_state import ENTRIES, TURN_BITS, HostResults
+from engine.request import EngineRequest
 from engine.runner.batch import InputBuilder, decode_block
 from engine.runner.fused_rows import FusedRows
 from engine.runner.results import NUM_COUNTS, ResultRing
@@ -16,7 +18,9 @@ from engine.runner.step_upload import ProgramShape, StepUpload, fits
 from engine.sampling.verify import verify
 from engine.step import BlockTableUpdate
 from tests.engine.fake_runner import make_config
+from tests.engine.test_decode_programs import build
 from tests.gpu.places import places
+from tests.gpu.test_decode_graphs import exact_float32, models  # noqa: F401  (fixtures)
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -161,3 +165,58 @@ def test_what_an_upload_has_no_room_for() -> None:
     assert not fits([update(1, 5)], (1, 2))
     assert not fits([update(3, 1)], (1, 2)), "a slot without a row"
     assert not fits([update(1, 1), update(1, 1)], (1, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [0, 1])
+def test_engines_of_one_process_take_turns(models: Any, depth: int) -> None:  # noqa: F811
+    """Greedy and drawn requests, few and many at once, in two engines whose steps alternate; aborts in flight."""
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (5, 23, 40, 3, 17, 30, 9, 12)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 3 == 2), seed=i, max_tokens=30 - 3 * i, ignore_eos=True) for i in range(8)
+    ]
+    with build(models, "eager", block_size=16) as llm:
+        want = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+    options = {"device": "cuda", "block_size": 16, "pipeline_depth": depth}
+    with build(models, "graphs", **options) as first, build(models, "graphs", **options) as second:
+        found: list[dict[str, list[int]]] = [{}, {}]
+        for turn in range(400):
+            for llm, own in zip((first, second), found, strict=True):
+                core, number = llm.core, turn // 3
+                if turn % 3 == 0 and number < len(prompts):
+                    for name in (str(number), f"aborted {number}"):
+                        core.add_request(
+                            EngineRequest(
+                                request_id=name, prompt_token_ids=tuple(prompts[number]), params=params[number]
+                            )
+                        )
+                        own[name] = []
+                if turn % 3 == 2 and number < len(prompts):
+                    core.abort(f"aborted {number}")
+                if core.has_work():
+                    for delta in core.step():
+                        own[delta.request_id] += delta.token_ids
+        for llm, own in zip((first, second), found, strict=True):
+            assert not llm.core.has_work()
+            llm.core.check_integrity()
+            assert [own[str(i)] for i in range(len(prompts))] == want
+            programs = llm._rank.runner._decode_programs
+            host = programs.upload.host(next(iter(programs._pairs.values())).shape)
+            assert int(host.turn_1) == programs.upload.number << TURN_BITS, "each upload was read once"
+
+
+@pytest.mark.gpu
+def test_an_engine_that_ends_with_steps_in_flight_spoils_nobody(models: Any) -> None:  # noqa: F811
+    """Its host memory is another's only when the device has done with it."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with build(models, "eager", block_size=16) as llm:
+        want = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    options = {"device": "cuda", "block_size": 16, "pipeline_depth": 1}
+    for _ in range(3):
+        with build(models, "graphs", **options) as llm:
+            llm.core.add_request(EngineRequest(request_id="r", prompt_token_ids=(1, 2, 3), params=params))
+            for _ in range(6):
+                llm.core.step()
+        with build(models, "graphs", **options) as other:
+            assert other.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == want
