@@ -158,7 +158,8 @@ class Step:
 
     def run_drafter(self) -> torch.Tensor:
         positions, ctx = self.context_of(BLOCK, False)
-        hidden = self.drafter.forward(self.target.embed(self.block_ids), positions, ctx, self.kv)
+        block = self.drafter.enter(self.target.embedding, self.block_ids, positions)
+        hidden = self.drafter.forward(block, ctx, self.kv)
         rows = hidden.view(self.start.shape[0], BLOCK, -1)[:, 1 : max(self.draft_len, 1) + 1].flatten(0, 1)
         return self.likeliest(rows, self.target.draft_logits)
 

@@ -61,6 +61,40 @@ def _scale_rows_kernel(
 
 
 @triton.jit
+def _enter_kernel(
+    id_ptr,
+    embedding_ptr,
+    position_ptr,
+    angle_ptr,
+    weight_ptr,
+    x_ptr,
+    scaled_ptr,
+    squares_ptr,
+    angle_out_ptr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ANGLES: tl.constexpr,
+    ANGLES_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        c = tl.arange(0, PADDED)
+        inside = c < SIZE
+        embedded = tl.load(embedding_ptr + tl.load(id_ptr + row) * SIZE + c, mask=inside, other=0.0)
+        weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x_ptr + row * SIZE + c, embedded, mask=inside)
+        x = embedded.to(tl.float32)
+        tl.store(scaled_ptr + row * SIZE + c, (x * weight).to(scaled_ptr.dtype.element_ty), mask=inside)
+        tl.store(squares_ptr + row, tl.sum(x * x, 0))
+    else:
+        a = tl.arange(0, ANGLES_PADDED)
+        angles = tl.load(angle_ptr + tl.load(position_ptr + row) * ANGLES + a, mask=a < ANGLES)
+        tl.store(angle_out_ptr + row * ANGLES + a, angles, mask=a < ANGLES)
+
+
+@triton.jit
 def _gather_rows_kernel(table_ptr, index_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -245,6 +279,45 @@ def gather_rows(table: Tensor, index_N: Tensor, *, pdl: bool = False) -> Tensor:
             table, index_N, out, SIZE=size, BLOCK=block, PDL=pdl, num_warps=min(4, max(1, block // 128)), launch_pdl=pdl
         )
     return out
+
+
+def enter_rows(
+    embedding: Tensor,
+    ids_N: Tensor,
+    angles: Tensor,
+    positions_N: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Scaled]:
+    """(embedding[ids], angles[positions], `scale_rows` of the first) in one launch. Indices must be valid."""
+    assert embedding.is_contiguous()
+    assert angles.is_contiguous()
+    ids_N, positions_N = ids_N.contiguous(), positions_N.contiguous()
+    N, H, size = ids_N.shape[0], embedding.shape[1], angles[0].numel()
+    x_NH = embedding.new_empty(N, H)
+    angles_N = angles.new_empty(N, *angles.shape[1:])
+    made = Scaled(x_MK=x_NH.new_empty(N, H), squares_MP=x_NH.new_empty(N, 1, dtype=torch.float32), eps=eps)
+    _enter_kernel[(N, 2)](
+        ids_N,
+        embedding,
+        positions_N,
+        angles,
+        weight_H,
+        x_NH,
+        made.x_MK,
+        made.squares_MP,
+        angles_N,
+        SIZE=H,
+        PADDED=triton.next_power_of_2(H),
+        ANGLES=size,
+        ANGLES_PADDED=triton.next_power_of_2(size),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return x_NH, angles_N, made
 
 
 def clear_rows(x_NH: Tensor, first_1: Tensor, *, pdl: bool = False) -> None:

@@ -305,6 +305,14 @@ class CudaRows:
             and cut_of(dtype, rows=rows, K=mlp_size, N=H) is not None
         )
 
+    def enter_rows(
+        self, embedding: Tensor, ids_N: Tensor, angles: Tensor, positions_N: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Scaled]:
+        """(embedding[ids], angles[positions], `scale_rows` of the first); indices must be valid."""
+        from engine.kernels.row_ops import enter_rows
+
+        return enter_rows(embedding, ids_N, angles, positions_N, weight, eps, pdl=self.pdl)
+
     def scale_rows(self, x_NH: Tensor, weight: Tensor, eps: float) -> Scaled:
         """Rows for the first of the fused layers."""
         from engine.kernels.row_ops import scale_rows

@@ -19,7 +19,7 @@ from engine.layers.cuda_rows import CudaRows, cuda_rows
 from engine.layers.layer_weights import LayerWeights
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm, rms_scale
-from engine.layers.rotary import rotate
+from engine.layers.rotary import RotaryTable, rotate
 from engine.parallel.sharding import HeadShard, Shard
 from engine.parallel.tp_group import TpGroup
 
@@ -184,10 +184,38 @@ class DecoderLayer(nn.Module):
         return x_NH, self.tp.all_reduce(project_down.forward(mixed))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnteredRows:
+    """Rows ahead of the first layer: embedded, with the (cos, sin) of their positions. scaled: for the fused launches,
+    where it was made with them."""
+
+    x_NH: Tensor
+    angles: tuple[Tensor, Tensor]
+    scaled: "Scaled | None" = None
+
+
+def enter(
+    layers: Sequence[DecoderLayer], embedding: Tensor, ids_N: Tensor, rotary: RotaryTable, positions_N: Tensor
+) -> EnteredRows:
+    """The rows of these ids at these positions."""
+    kernels, first = cuda_rows(embedding), layers[0]
+    if kernels is None:
+        return EnteredRows(x_NH=F.embedding(ids_N, embedding), angles=rotary.rows(positions_N))
+    if not _are_fused(kernels, first, ids_N.shape[0]):
+        return EnteredRows(x_NH=kernels.gather_rows(embedding, ids_N), angles=rotary.rows(positions_N))
+    x_NH, angles_N2D, scaled = kernels.enter_rows(
+        embedding, ids_N, rotary.table, positions_N, first.cuda_weights.input_norm, first.eps
+    )
+    return EnteredRows(x_NH=x_NH, angles=(angles_N2D[:, :1], angles_N2D[:, 1:]), scaled=scaled)
+
+
+def _are_fused(kernels: CudaRows, first: DecoderLayer, rows: int) -> bool:
+    return first.tp.size == 1 and kernels.takes_layer(rows, first.cuda_weights)
+
+
 def run_layers(
     layers: Sequence[DecoderLayer],
-    x_NH: Tensor,
-    angles: tuple[Tensor, Tensor],
+    entered: EnteredRows,
     ctx: AttentionContext,
     kv: Sequence[tuple[Tensor, Tensor]],
     outs: Sequence[Tensor | None],
@@ -197,14 +225,15 @@ def run_layers(
     On CUDA a layer ends in the next one's norm. Few rows of an unsharded model go through the fused launches
     (`CudaRows.takes_layer`).
     """
+    x_NH, angles = entered.x_NH, entered.angles
     kernels, first = cuda_rows(x_NH), layers[0]
     if kernels is None:
         for layer, layer_kv, out_NH in zip(layers, kv, outs, strict=True):
             x_NH = layer.forward(x_NH, *angles, ctx, layer_kv, out_NH)
         return x_NH
     norms = [*[(layer.cuda_weights.input_norm, layer.eps) for layer in layers], None]
-    if first.tp.size == 1 and kernels.takes_layer(x_NH.shape[0], first.cuda_weights):
-        return _run_fused(kernels, layers, x_NH, angles, ctx, kv, outs, norms)
+    if _are_fused(kernels, first, x_NH.shape[0]):
+        return _run_fused(kernels, layers, entered, ctx, kv, outs, norms)
     normed_NH = kernels.rms_norm(x_NH, first.cuda_weights.input_norm, first.eps)
     for layer, layer_kv, out_NH, next_norm in zip(layers, kv, outs, norms[1:], strict=True):
         x_NH, delta_NH = layer.parts(kernels, x_NH, normed_NH, angles, ctx, layer_kv)
@@ -217,16 +246,16 @@ def run_layers(
 def _run_fused(
     kernels: CudaRows,
     layers: Sequence[DecoderLayer],
-    x_NH: Tensor,
-    angles: tuple[Tensor, Tensor],
+    entered: EnteredRows,
     ctx: AttentionContext,
     kv: Sequence[tuple[Tensor, Tensor]],
     outs: Sequence[Tensor | None],
     norms: Sequence[tuple[Tensor, float] | None],
 ) -> Tensor:
     """norms: each layer's input norm and what follows the last, None for nothing."""
-    first = layers[0]
-    scaled: Scaled | None = kernels.scale_rows(x_NH, first.cuda_weights.input_norm, first.eps)
+    first, x_NH, angles, scaled = layers[0], entered.x_NH, entered.angles, entered.scaled
+    if scaled is None:
+        scaled = kernels.scale_rows(x_NH, first.cuda_weights.input_norm, first.eps)
     rows = x_NH.shape[0]
     in_attention = kernels.turns_in_attention(rows, first.cuda_weights) and takes_unturned(
         rows, first.num_heads, kv[0][0], ctx

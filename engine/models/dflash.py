@@ -24,7 +24,7 @@ from engine.layers.rms_norm import RMSNorm, rms_scale
 from engine.layers.rotary import RotaryTable, rotate
 from engine.models.cpu_context import CpuContext
 from engine.models.cpu_stack import CpuStacks
-from engine.models.decoder import DecoderLayer, LayerSpec, run_layers
+from engine.models.decoder import DecoderLayer, EnteredRows, LayerSpec, enter, run_layers
 from engine.models.draft_head import DraftHead
 from engine.parallel.sharding import shard, shard_heads
 from engine.parallel.tp_group import TpGroup
@@ -118,10 +118,10 @@ class DFlashDrafter(nn.Module):
                 self.context_kv.bias.data[rows] = layer.qkv.bias.data[h * D :]
             self.context_k_norm.data[index] = layer.qk_norm_weight.data[h]
 
-    def embed(self, ids_N: Tensor) -> Tensor:
-        """[N] -> [N, H] by the drafter's own embedding, where it has one."""
-        assert self.embedding is not None, "the target embeds the block"
-        return nn.functional.embedding(ids_N, self.embedding)
+    def enter(self, target_embedding: Tensor, ids_N: Tensor, positions_N: Tensor) -> EnteredRows:
+        """Block rows of these ids, embedded by the target unless the drafter has an embedding of its own."""
+        embedding = target_embedding if self.embedding is None else self.embedding
+        return enter(self.stacked_layers, embedding, ids_N, self.rotary, positions_N)
 
     def context_features(self, taps_NTH: Tensor) -> Tensor:
         """hidden_norm(fc(taps)), [N, H], equal on every rank. Exactly one `tp.hidden_state_gather`."""
@@ -186,8 +186,7 @@ class DFlashDrafter(nn.Module):
 
     def draft_hidden(
         self,
-        x_NH: Tensor,
-        positions_N: Tensor,
+        block: EnteredRows,
         ctx: AttentionContext,
         kv: KvCache,
         *,
@@ -195,25 +194,26 @@ class DFlashDrafter(nn.Module):
         num_drafts: int,
     ) -> Tensor:
         """`forward` of blocks of block_width rows each -> their rows 1 .. num_drafts, [blocks * num_drafts, H]."""
+        x_NH = block.x_NH
         num_blocks = x_NH.shape[0] // block_width
         stack = self._stacks.find(x_NH, ctx, kv.drafter_kv) if num_blocks == 1 and not self.config.attention else None
         if stack is not None and not ctx.groups[0].causal:
-            return stack.run(x_NH, self.rotary.rows(positions_N), ctx, range(1, num_drafts + 1))[0]
-        hidden_NH = self.forward(x_NH, positions_N, ctx, kv)
+            return stack.run(x_NH, block.angles, ctx, range(1, num_drafts + 1))[0]
+        hidden_NH = self.forward(block, ctx, kv)
         return hidden_NH.view(num_blocks, block_width, -1)[:, 1 : num_drafts + 1].reshape(num_blocks * num_drafts, -1)
 
-    def forward(self, x_NH: Tensor, positions_N: Tensor, ctx: AttentionContext, kv: KvCache) -> Tensor:
-        """Block rows x = embed([last token, MASK ..]) -> hidden states after the final norm, [N, H].
+    def forward(self, block: EnteredRows, ctx: AttentionContext, kv: KvCache) -> Tensor:
+        """Block rows [last token, MASK ..] -> hidden states after the final norm, [N, H].
 
         ctx: of a layer that sees everything; the others' are made of it. The block's own K/V go to
         ctx.slot_mapping_N, past the context; the next step overwrites them.
         """
-        angles = self.rotary.rows(positions_N)
+        x_NH, angles = block.x_NH, block.angles
         if not self.config.attention:
             stack = self._stacks.find(x_NH, ctx, kv.drafter_kv)
             if stack is not None:
                 return stack.run(x_NH, angles, ctx)[0]
-            x_NH = run_layers(self.stacked_layers, x_NH, angles, ctx, kv.drafter_kv, [None] * len(self.stacked_layers))
+            x_NH = run_layers(self.stacked_layers, block, ctx, kv.drafter_kv, [None] * len(self.stacked_layers))
             return self.norm.forward(x_NH)
         contexts = {kind: _context_of(kind, ctx) for kind in self.config.attention}
         for layer, kind, layer_kv in zip(self.stacked_layers, self.config.attention, kv.drafter_kv, strict=True):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from engine.attention.context import Attention, AttentionContext
 from engine.attention.cpu_paged import cpu_paged_attention
@@ -18,7 +17,7 @@ from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm
 from engine.layers.rotary import RotaryTable
 from engine.models.cpu_stack import CpuStacks
-from engine.models.decoder import DecoderLayer, LayerSpec, run_layers
+from engine.models.decoder import DecoderLayer, LayerSpec, enter, run_layers
 from engine.parallel.sharding import shard, shard_heads
 from engine.parallel.tp_group import TpGroup
 
@@ -86,13 +85,6 @@ class TargetModel(nn.Module):
         """Vocabulary id of the first column of this rank's logits."""
         return self.vocab.start
 
-    def embed(self, ids_N: Tensor) -> Tensor:
-        """[N] -> [N, H]."""
-        on_gpu = cuda_rows(self.embedding)
-        if on_gpu is not None:
-            return on_gpu.gather_rows(self.embedding, ids_N)
-        return F.embedding(ids_N, self.embedding)
-
     def forward(
         self, ids_N: Tensor, positions_N: Tensor, ctx: AttentionContext, kv: KvCache, tap_layers: tuple[int, ...]
     ) -> TargetOutput:
@@ -101,17 +93,18 @@ class TargetModel(nn.Module):
         tap_layers: ascending 0-based layer ids; tap j is the residual stream after layer tap_layers[j], which
             `transformers` calls hidden_states[tap_layers[j] + 1] (for all but the last layer).
         """
-        x_NH, angles = self.embed(ids_N), self.rotary.rows(positions_N)
+        entered = enter(self._layers, self.embedding, ids_N, self.rotary, positions_N)
+        x_NH = entered.x_NH
         stack = self._stacks.find(x_NH, ctx, kv.target_kv, tap_layers)
         if stack is not None:
-            hidden_NH, taps_NTH = stack.run(x_NH, angles, ctx)
+            hidden_NH, taps_NTH = stack.run(x_NH, entered.angles, ctx)
             return TargetOutput(hidden_NH=hidden_NH, taps_NTH=taps_NTH)
         taps_NTH = x_NH.new_empty(x_NH.shape[0], len(tap_layers), x_NH.shape[1]) if tap_layers else None
         outs: list[Tensor | None] = [None] * len(self._layers)
         if taps_NTH is not None:
             for tap, index in enumerate(tap_layers):
                 outs[index] = taps_NTH[:, tap]
-        x_NH = run_layers(self._layers, x_NH, angles, ctx, kv.target_kv, outs)
+        x_NH = run_layers(self._layers, entered, ctx, kv.target_kv, outs)
         return TargetOutput(hidden_NH=self.norm.forward(x_NH), taps_NTH=taps_NTH)
 
     def add_draft_head(self) -> None:

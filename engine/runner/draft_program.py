@@ -263,10 +263,8 @@ class DecideAndDraft:
         drafter, target = self._drafter, self._target
         assert drafter is not None
         width = self._config.block_width
-        block_NH = (drafter if drafter.embedding is not None else target).embed(inputs.ids_N)
-        masks_MH = drafter.draft_hidden(
-            block_NH, inputs.positions_N, inputs.context, self._kv, block_width=width, num_drafts=draft_len
-        )
+        block = drafter.enter(target.embedding, inputs.ids_N, inputs.positions_N)
+        masks_MH = drafter.draft_hidden(block, inputs.context, self._kv, block_width=width, num_drafts=draft_len)
         if drafter.head is not None:
             return self._draft_tokens.choose_by_head(drafter.head, masks_MH, slots_S, draft_len, filters)
         if self._draft_tokens.are_greedy(filters) and target.finds_peaks(masks_MH.shape[0]):

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.models.decoder import EnteredRows
 from tests.engine.drafting import after_drafts, mixed_truth
 from tests.engine.resolving import DRAFTER, TARGET, resolve, spec, write_checkpoint
 from tests.reference.dflash_loop import LoopResult, ReferenceDrafter, dflash_generate
@@ -65,9 +66,9 @@ def test_drafts_are_those_of_a_forward_of_that_width(
         state, drafter = llm._rank.runner.state, llm._rank.runner._draft_program._drafter
         real = drafter.draft_hidden
 
-        def draft_hidden(x_NH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            rows.append((x_NH.shape[0], kwargs["block_width"]))
-            return real(x_NH, *args, **kwargs)
+        def draft_hidden(block: EnteredRows, *args: Any, **kwargs: Any) -> torch.Tensor:
+            rows.append((block.x_NH.shape[0], kwargs["block_width"]))
+            return real(block, *args, **kwargs)
 
         drafter.draft_hidden = draft_hidden
         after_drafts(llm, lambda slots, _: drafts.append(state.draft_tokens[slots[0], :draft_len].tolist()))

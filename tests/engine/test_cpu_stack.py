@@ -158,11 +158,10 @@ def test_wanted_rows_are_those_of_the_whole_block(
     for sequences in ([0], [1, 0]):
         pieces = [Piece(seq=s, start=(21, 9)[s], ids=[50 + s, *[3] * 7]) for s in sequences]
         ids, positions, ctx = models.context([pieces], causal=False)
-        whole = drafter.forward(models.target.embed(ids), positions, ctx, models.kv).view(len(sequences), 8, -1)
+        block = drafter.enter(models.target.embedding, ids, positions)
+        whole = drafter.forward(block, ctx, models.kv).view(len(sequences), 8, -1)
         for count in (1, 4, 7):
-            part = drafter.draft_hidden(
-                models.target.embed(ids), positions, ctx, models.kv, block_width=8, num_drafts=count
-            )
+            part = drafter.draft_hidden(block, ctx, models.kv, block_width=8, num_drafts=count)
             assert torch.equal(part.view(len(sequences), count, -1), whole[:, 1 : count + 1])
     assert calls.count == 8
 
@@ -177,7 +176,7 @@ def test_results_outlive_the_next_run_and_the_input_stays(directories: tuple[Pat
     assert torch.equal(first.hidden_NH, kept[0])
     assert torch.equal(first.taps_NTH, kept[1])
     ids, positions, ctx = models.context([[Piece(seq=0, start=21, ids=LATER)]])
-    x, angles = models.target.embed(ids), models.target.rotary.rows(positions)
+    x, angles = models.target.embedding[ids], models.target.rotary.rows(positions)
     stack = models.target._stacks.find(x, ctx, models.kv.target_kv, (0, 2, 3))
     assert stack is not None
     before = x.clone()
@@ -191,7 +190,7 @@ def test_what_it_cannot_run_goes_layer_by_layer(directories: tuple[Path, Path]) 
 
     def is_found(groups: list[list[Piece]]) -> bool:
         ids, _, ctx = models.context(groups)
-        return models.target._stacks.find(models.target.embed(ids), ctx, models.kv.target_kv, ()) is not None
+        return models.target._stacks.find(models.target.embedding[ids], ctx, models.kv.target_kv, ()) is not None
 
     one, other = Piece(seq=0, start=0, ids=PROMPT), Piece(seq=1, start=0, ids=PROMPT)
     assert is_found([[one, other]])

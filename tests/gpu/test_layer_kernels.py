@@ -17,6 +17,7 @@ from engine.kernels.row_gemm import row_gemm
 from engine.kernels.row_ops import (
     add_rms_norm,
     clear_rows,
+    enter_rows,
     gather_rows,
     rms_norm,
     rotate_and_write,
@@ -94,6 +95,26 @@ def test_gather_rows(case: tuple[int, int], device: str) -> None:
     for dtype in dtypes(device):
         table = _random(50, 2, size // 2, dtype=dtype, device=device)
         assert torch.equal(gather_rows(table, index), table[index])
+
+
+@pytest.mark.parametrize(("case", "device"), places([(1, 576, 64), (16, 4096, 128), (64, 5120, 128)], [(3, 96, 32)]))
+def test_rows_ahead_of_the_first_layer(case: tuple[int, int, int], device: str) -> None:
+    """Bit for bit what three launches make."""
+    rows, hidden, head = case
+    generator = torch.Generator().manual_seed(rows)
+    for dtype in dtypes(device):
+        embedding, norm = (
+            torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((50, hidden), (hidden,))
+        )
+        angles = torch.randn(40, 2, head, generator=generator).to(device, dtype)
+        ids, positions = (torch.randint(0, 40, (rows,), generator=generator).to(device) for _ in range(2))
+        x, turned, scaled = enter_rows(embedding, ids, angles, positions, norm, 1e-5)
+        assert torch.equal(x, embedding[ids])
+        assert torch.equal(turned, angles[positions])
+        want = scale_rows(embedding[ids], norm, 1e-5)
+        assert torch.equal(scaled.x_MK, want.x_MK)
+        assert torch.equal(scaled.squares_MP, want.squares_MP)
+        assert scaled.eps == want.eps
 
 
 @pytest.mark.parametrize(("case", "device"), places([(384, 4096), (33, 576)], [(19, 40)]))

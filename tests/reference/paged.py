@@ -146,7 +146,8 @@ class PagedModels:
         W, mask = self.config.drafter.block_size, self.config.drafter.mask_token_id
         pieces = [Piece(seq=s, start=p, ids=[token, *[mask] * (W - 1)]) for s, (p, token) in anchors.items()]
         ids, positions, ctx = self.context([pieces], causal=False, slack=slack)
-        hidden = self.drafter.forward(self.target.embed(ids), positions, ctx, self.kv)
+        block = self.drafter.enter(self.target.embedding, ids, positions)
+        hidden = self.drafter.forward(block, ctx, self.kv)
         return hidden.view(len(anchors), W, -1)
 
     def generate(
