@@ -107,8 +107,9 @@ def test_steps_in_turn(seed: int, device: str) -> None:
         assert group.block_table_RB.min() >= 0
 
 
-def test_programs_that_are_recorded_run_as_often_as_they_like() -> None:
-    steps = Steps("cuda" if torch.cuda.is_available() else "cpu", 3)
+@pytest.mark.parametrize(("seed", "device"), places([3], [3]))
+def test_programs_that_are_recorded_run_as_often_as_they_like(seed: int, device: str) -> None:
+    steps = Steps(device, seed)
     for shape in SHAPES:
         steps.upload.send_filler(shape)
         for _ in range(ENTRIES + 2):
