@@ -31,7 +31,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 # The kernels with which the decode rows' target and what follows its verdict begin (context and drafts).
-PHASES = {"_target_rows_kernel": "target", "_commit_kernel": "drafter"}
+PHASES = {"_take_upload_kernel": "target", "_commit_kernel": "drafter"}
 
 
 def parse() -> argparse.Namespace:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels.coin_rows import accepted_by_coin
 from engine.kernels.device_ops import begin
-from engine.kernels.row_state import Commit, HostResults, Slots, TargetRows
+from engine.kernels.row_state import NUMBER_AT, PLACE_AT, Commit, HostResults, Slots, TargetRows
 from engine.kernels.target_rows import cache_slot
 from engine.sampling.noise import STREAM_ACCEPT
 from engine.step import Finish
@@ -21,6 +21,7 @@ _FINISH_STOP = tl.constexpr(int(Finish.STOP))
 _FINISH_LENGTH = tl.constexpr(int(Finish.LENGTH))
 _FINISH_ERROR = tl.constexpr(int(Finish.ERROR))
 _FINISH_NONE = tl.constexpr(int(Finish.NONE))
+_NUMBER_AT, _PLACE_AT = tl.constexpr(NUMBER_AT), tl.constexpr(PLACE_AT)
 
 
 @triton.jit(do_not_specialize=["K", "num_stops", "mask_id", "positions", "num_packed", "certain"])
@@ -48,7 +49,7 @@ def _commit_kernel(
     accepted_out_ptr,
     finish_out_ptr,
     packed_out_ptr,
-    sent_ptr,
+    upload_ptr,
     context_slot_out_ptr,
     context_position_out_ptr,
     live_out_ptr,
@@ -140,8 +141,8 @@ def _commit_kernel(
     tl.store(finish_out_ptr + row, finish.to(tl.int64))
     packed, wanted = packed_out_ptr + row * (K + 5), row < num_packed
     if TO_HOST:
-        packed += tl.load(sent_ptr + 1)
-        tl.store(packed, (tl.load(sent_ptr) & 0x7FFFFFFF).to(tl.int32), mask=row == 0)
+        packed += tl.load(upload_ptr + _PLACE_AT)
+        tl.store(packed, (tl.load(upload_ptr + _NUMBER_AT) & 0x7FFFFFFF).to(tl.int32), mask=row == 0)
         packed += 1
     tl.store(packed, emitted.to(tl.int32), mask=wanted)
     tl.store(packed + 1, accepted.to(tl.int32), mask=wanted)
@@ -228,7 +229,7 @@ def commit(
         made.accepted_R,
         made.finish_R,
         made.packed if results is None else results.memory,
-        slots_R if results is None else results.sent_2,
+        slots_R if results is None else results.numbers_C,
         made.context_slots_N,
         made.context_positions_N,
         made.live_R,

@@ -9,10 +9,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-HEADER = 4  # numbers ahead of an upload's rows: its own number, the drafts' limit, the results' place, none
+HEADER = 4  # numbers ahead of an upload's rows
+NUMBER_AT, LIMIT_AT, PLACE_AT, LENGTH_AT = range(HEADER)  # the upload's own, the drafts' limit, the results' place, all
 NEW_BLOCKS = 4  # of a row that an upload has room for
 ENTRIES = 3  # uploads in host memory: one being read, one waiting behind the step in flight, one being filled
-TURN_BITS = 16  # of `HostUpload.turn`, below the number of the next upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,22 +31,23 @@ class PieceRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostUpload:
-    """A step's numbers in host memory, where the first kernel of T reads them, and what it leaves for the others.
+    """A step's numbers in host memory, from where the first kernel of T takes them.
 
     entries [ENTRIES, C]: pinned on CUDA; upload n is entry n % ENTRIES and lies as `engine.runner.step_upload` tells.
-    turn [1]: number of the upload to be read next << TURN_BITS, plus how many programs have begun to read it. The last
-        one passes to the next upload, so each run of the kernel reads one.
-    slots, size [R]: as in the upload; size is None in programs that take no pieces.
-    sent [2]: number of the upload, and the place in the results' memory that it names.
+    number [1]: of the upload that is taken next; who takes it passes to the one behind it.
+    numbers [C]: where they are taken to. slots, size [R]: parts of it; size is None in programs that take no pieces.
     table [R, B]: the rows' block tables as far as T and D of the step look, whatever valid ids behind.
+    usual_length, most_length: of an upload without pieces and of any, in programs of R rows.
     """
 
     entries_EC: Tensor
-    turn_1: Tensor
+    number_1: Tensor
+    numbers_C: Tensor
     slots_R: Tensor
     size_R: Tensor | None
-    sent_2: Tensor
     table_RB: Tensor
+    usual_length: int
+    most_length: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +86,12 @@ class TargetRows:
 class HostResults:
     """Where the packed rows go, in host memory that the device writes.
 
-    memory: int32, pinned on CUDA. sent [2]: number of the upload, and its place in the memory, behind which the rows
-    begin. num_rows: of those that anybody reads, the first.
+    memory: int32, pinned on CUDA. numbers: of the upload, which tells the place in the memory, where its own number
+    goes and behind which the rows begin. num_rows: of those that anybody reads, the first.
     """
 
     memory: Tensor
-    sent_2: Tensor
+    numbers_C: Tensor
     num_rows: int
 
 

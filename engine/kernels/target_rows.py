@@ -9,10 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.device_ops import begin
-from engine.kernels.row_state import ENTRIES, HEADER, NEW_BLOCKS, TURN_BITS, HostUpload, Slots, TargetRows
+from engine.kernels.row_state import HEADER, LIMIT_AT, NEW_BLOCKS, HostUpload, Slots, TargetRows
 
-_ENTRIES, _HEADER = tl.constexpr(ENTRIES), tl.constexpr(HEADER)
-_NEW_BLOCKS, _TURN = tl.constexpr(NEW_BLOCKS), tl.constexpr(1 << TURN_BITS)
+_HEADER, _LIMIT_AT, _NEW_BLOCKS = tl.constexpr(HEADER), tl.constexpr(LIMIT_AT), tl.constexpr(NEW_BLOCKS)
 _MOST_TABLE = 512  # blocks that are copied at once
 
 
@@ -22,16 +21,9 @@ def cache_slot(table_ptr, position, inside, BLOCK_SIZE: tl.constexpr):
     return block * BLOCK_SIZE + position % BLOCK_SIZE
 
 
-@triton.jit
-def _from_host(ptr, mask):
-    """What the host wrote: not what a cache may still hold of an earlier step."""
-    return tl.load(ptr, mask=mask, other=0, volatile=True)
-
-
-@triton.jit(do_not_specialize=["K", "capacity", "tail"])
+@triton.jit(do_not_specialize=["K", "tail"])
 def _target_rows_kernel(
     upload_ptr,
-    turn_ptr,
     committed_ptr,
     last_ptr,
     draft_ptr,
@@ -39,9 +31,6 @@ def _target_rows_kernel(
     finished_ptr,
     max_len_ptr,
     table_ptr,
-    slot_out_ptr,
-    size_out_ptr,
-    sent_out_ptr,
     table_out_ptr,
     drafts_out_ptr,
     k_out_ptr,
@@ -52,7 +41,6 @@ def _target_rows_kernel(
     position_out_ptr,
     cache_out_ptr,
     K,
-    capacity,
     tail,
     draft_stride,
     max_len_stride,
@@ -66,28 +54,14 @@ def _target_rows_kernel(
 ):
     begin(PDL)
     row, num_rows = tl.program_id(0), tl.num_programs(0)
-    # One word for the upload's number and for who has come to read it: all programs of a run see one number.
-    turn = tl.atomic_add(turn_ptr, 1, sem="relaxed")
-    upload = upload_ptr + turn // _TURN % _ENTRIES * capacity
-    if turn % _TURN == num_rows - 1:
-        tl.atomic_add(turn_ptr, _TURN - num_rows, sem="relaxed")
-    # Everything that every step needs is asked for at once: the way to the host is long.
-    number = _from_host(upload, True)
-    limit = _from_host(upload + 1, True)
-    place = _from_host(upload + 2, True)
-    rows = upload + _HEADER
-    slot = _from_host(rows + row, True)
-    first_new = _from_host(rows + num_rows + row, True)
-    num_new = _from_host(rows + 2 * num_rows + row, True)
+    limit = tl.load(upload_ptr + _LIMIT_AT)
+    rows = upload_ptr + _HEADER
+    slot = tl.load(rows + row)
+    first_new = tl.load(rows + num_rows + row)
+    num_new = tl.load(rows + 2 * num_rows + row)
     n = tl.arange(0, _NEW_BLOCKS)
-    new_block = _from_host(rows + 3 * num_rows + row * _NEW_BLOCKS + n, True)
+    new_block = tl.load(rows + 3 * num_rows + row * _NEW_BLOCKS + n)
     pieces = rows + (3 + _NEW_BLOCKS) * num_rows
-    if PIECES:
-        size = _from_host(pieces + row, True)
-    tl.store(slot_out_ptr + row, slot)
-    if row == 0:
-        tl.store(sent_out_ptr, number)
-        tl.store(sent_out_ptr + 1, place)
     # A slot with new blocks is one row's alone.
     slot_table = table_ptr + slot * table_stride
     tl.store(slot_table + first_new + n, new_block, mask=n < num_new)
@@ -104,16 +78,16 @@ def _target_rows_kernel(
     # Column 0 is the last token, column c its draft c - 1, columns past k the last token again, written nowhere.
     shifted = tl.load(draft_ptr + slot * draft_stride + c - 1, mask=(c > 0) & (c <= k), other=0)
     if PIECES:
-        tl.store(size_out_ptr + row, size)
+        size = tl.load(pieces + row)
         is_piece = size != 0
         count = tl.maximum(size, -size)
         piece = pieces + 2 * num_rows + row * (K + 1)
-        committed = tl.where(is_piece, _from_host(pieces + num_rows + row, is_piece), committed)
-        last = tl.where(is_piece, _from_host(piece, is_piece), last)
+        committed = tl.where(is_piece, tl.load(pieces + num_rows + row, mask=is_piece, other=0), committed)
+        last = tl.where(is_piece, tl.load(piece, mask=is_piece, other=0), last)
         finished = finished & (size == 0)
         k = tl.where(is_piece, count - 1, k)
-        draft = tl.where(is_piece, _from_host(piece + c + 1, c + 1 < count), draft)
-        shifted = tl.where(is_piece, _from_host(piece + c, c < count), shifted)
+        draft = tl.where(is_piece, tl.load(piece + c + 1, mask=c + 1 < count, other=0), draft)
+        shifted = tl.where(is_piece, tl.load(piece + c, mask=c < count, other=0), shifted)
     tl.store(k_out_ptr + row, k)
     tl.store(committed_out_ptr + row, committed)
     tl.store(finished_out_ptr + row, finished)
@@ -160,17 +134,16 @@ def _store_drafts_kernel(
 def target_rows(
     slots: Slots, upload: HostUpload, *, width: int, block_size: int, block_width: int, pdl: bool = False
 ) -> TargetRows:
-    """T's inputs of the next upload's rows at a program width of `width` drafts. block_width: of D's blocks."""
+    """T's inputs of the rows in `upload.numbers_C`, and their slots' new blocks in the block table.
+
+    width: drafts of the program's rows. block_width: of D's blocks.
+    """
     R, columns = upload.table_RB.shape
-    assert R < 1 << TURN_BITS
     assert columns == slots.block_table.shape[1]
     assert upload.table_RB.is_contiguous()
-    assert upload.slots_R.is_contiguous()
-    assert upload.entries_EC.shape[0] == ENTRIES
     rows = TargetRows.empty(R, width, upload.slots_R.device, upload.table_RB)
     _target_rows_kernel[(R,)](
-        upload.entries_EC,
-        upload.turn_1,
+        upload.numbers_C,
         slots.committed_len,
         slots.last_token,
         slots.draft_tokens,
@@ -178,9 +151,6 @@ def target_rows(
         slots.finished,
         slots.max_len,
         slots.block_table,
-        upload.slots_R,
-        upload.slots_R if upload.size_R is None else upload.size_R,
-        upload.sent_2,
         upload.table_RB,
         rows.drafts_RK,
         rows.k_R,
@@ -191,7 +161,6 @@ def target_rows(
         rows.positions_N,
         rows.cache_N,
         width,
-        upload.entries_EC.stride(0),
         width + 1 + block_width,
         slots.draft_tokens.stride(0),
         slots.max_len.stride(0),

@@ -297,7 +297,7 @@ class DecodePrograms:
         if self._memory is None:
             return None
         num_read = min(num_rows, self.max_num_seqs)  # a mixed step's other rows draw nothing
-        return HostResults(memory=self._memory, sent_2=self.upload.sent_2, num_rows=num_read)
+        return HostResults(memory=self._memory, numbers_C=self.upload.numbers_C, num_rows=num_read)
 
     def send_results(self, decision: Decision, num_rows: int, width: int) -> None:
         """The end of D, for its first rows."""

@@ -89,8 +89,10 @@ class FusedRows:
 
     def host_inputs(self, upload: HostUpload, width: int) -> tuple[DecodeBlock, ForwardInputs]:
         """The same of the next upload, whose block-table changes it makes and whose pieces are rows. On CUDA."""
+        from engine.kernels.take_upload import take_upload
         from engine.kernels.target_rows import target_rows
 
+        take_upload(upload, pdl=self._pdl)
         rows = target_rows(
             self._slots,
             upload,

@@ -3,7 +3,7 @@
     4 numbers              the upload's own, counted from 0
                            limit of the decode rows' own drafts (the plan's verify_len, at most the program's width K)
                            place of the step's results in the memory that D writes them to, where it does
-                           none
+                           length of the upload
     R numbers              slots
     R numbers              where new blocks begin in a slot's block table ..
     R numbers              .. how many there are ..
@@ -15,7 +15,7 @@ and to programs that take pieces of prompts (`engine.runner.pieces`):
     R numbers              position of a piece's first token
     R * Q numbers          its tokens
 
-It is copied to the device, or read where it is by the kernel that makes T's rows (`from_host`).
+It is copied to the device, or taken from where it is by the first kernel of T (`from_host`).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from engine.kernels.row_state import HEADER, NEW_BLOCKS, HostUpload, PieceRows
+from engine.kernels.row_state import HEADER, LENGTH_AT, LIMIT_AT, NEW_BLOCKS, NUMBER_AT, PLACE_AT, HostUpload, PieceRows
 from engine.runner.pieces import write_pieces
 from engine.runner.slots import SlotState
 from engine.runner.upload_ring import HostRing, UploadRing
@@ -53,6 +53,11 @@ class ProgramShape:
         return HEADER + (3 + NEW_BLOCKS) * self.num_rows
 
     @property
+    def usual_length(self) -> int:
+        """Of an upload without pieces."""
+        return self.first_size + (self.num_rows if self.takes_pieces else 0)
+
+    @property
     def length(self) -> int:
         """Of an upload with pieces, where there may be any."""
         return self.first_size + (self.num_rows * (self.width + 3) if self.takes_pieces else 0)
@@ -69,65 +74,64 @@ def fits(updates: Sequence[BlockTableUpdate], slots: Sequence[int]) -> bool:
 
 
 class StepUpload:
-    """What all programs of these shapes read, and its host side. from_host: it is read where the host wrote it."""
+    """What all programs of these shapes read, and its host side. from_host: T takes it from there."""
 
     def __init__(
         self, shapes: Sequence[ProgramShape], state: SlotState, device: torch.device, *, from_host: bool = False
     ) -> None:
         capacity = max([shape.length for shape in shapes])
-        capacity += -capacity % 8  # entries begin at lines of memory
+        capacity += -capacity % 16  # entries begin at lines of memory
         self._state = state
         self._copied = None if from_host else UploadRing(capacity, device)
         self._ring = HostRing(capacity, device) if from_host else None
         if from_host:
             rows, columns = max([shape.num_rows for shape in shapes]), state.block_table.shape[1]
-            self._left = torch.zeros(2 + 2 * rows, dtype=torch.int64, device=device)
             self._table = torch.zeros(rows, columns, dtype=torch.int64, device=device)
 
     @property
     def number(self) -> int:
-        """Of the next upload, counted from 0. Only from_host."""
+        """Of the next upload, counted from 0. Only where `host` is."""
         assert self._ring is not None
         return self._ring.number
 
-    @property
-    def sent_2(self) -> torch.Tensor:
-        """`HostUpload.sent_2`."""
-        return self._left[:2]
-
     def host(self, shape: ProgramShape) -> HostUpload | None:
-        """Where a program's first kernel finds its rows; None: they are copied."""
+        """From where a program's first kernel takes its rows, and to where; None: they are copied."""
         if self._ring is None:
             return None
-        slots_R, size_R = self._left[2 : 2 + 2 * shape.num_rows].view(2, shape.num_rows).unbind()
         return HostUpload(
             entries_EC=self._ring.entries_EC,
-            turn_1=self._ring.turn_1,
-            slots_R=slots_R,
-            size_R=size_R if shape.takes_pieces else None,
-            sent_2=self.sent_2,
+            number_1=self._ring.number_1,
+            numbers_C=self._ring.device,
+            slots_R=self.slots_R(shape),
+            size_R=_pieces_of(self.numbers_C, shape)[0] if shape.takes_pieces else None,
             table_RB=self._table[: shape.num_rows],
+            usual_length=shape.usual_length,
+            most_length=shape.length,
         )
 
     @property
+    def numbers_C(self) -> torch.Tensor:
+        """The upload on the device."""
+        ring = self._copied if self._ring is None else self._ring
+        assert ring is not None
+        return ring.device
+
+    @property
     def limit_1(self) -> torch.Tensor:
-        """Where programs find the limit. This and what follows: only where uploads are copied."""
-        assert self._copied is not None
-        return self._copied.device[1:2]
+        """Where programs find the limit."""
+        return self.numbers_C[LIMIT_AT : LIMIT_AT + 1]
 
     def slots_R(self, shape: ProgramShape) -> torch.Tensor:
         """Where a program finds its rows' slots."""
-        assert self._copied is not None
-        return self._copied.device[HEADER : HEADER + shape.num_rows]
+        return self.numbers_C[HEADER : HEADER + shape.num_rows]
 
     def table_changes(self, shape: ProgramShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Places in the flattened block table, and the block ids they take; unused ones write 0 to the filler slot's
         table."""
-        assert self._copied is not None
         rows, table = shape.num_rows, self._state.block_table
         first, end = HEADER + rows, HEADER + 3 * rows
-        first_R1, num_R1 = self._copied.device[first:end].view(2, rows, 1).unbind()
-        ids_RN = self._copied.device[end : shape.first_size].view(rows, NEW_BLOCKS)
+        first_R1, num_R1 = self.numbers_C[first:end].view(2, rows, 1).unbind()
+        ids_RN = self.numbers_C[end : shape.first_size].view(rows, NEW_BLOCKS)
         column_N = torch.arange(NEW_BLOCKS, device=ids_RN.device)
         unused_RN = column_N >= num_R1
         places_RN = self.slots_R(shape)[:, None] * table.shape[1] + first_R1 + column_N
@@ -138,8 +142,7 @@ class StepUpload:
         """Where a program finds its rows' pieces; None: it takes none."""
         if not shape.takes_pieces:
             return None
-        assert self._copied is not None
-        size_R, start_R, ids_RQ = _pieces_of(self._copied.device, shape)
+        size_R, start_R, ids_RQ = _pieces_of(self.numbers_C, shape)
         return PieceRows(size_R=size_R, start_R=start_R, ids_RQ=ids_RQ)
 
     def send(
@@ -155,8 +158,9 @@ class StepUpload:
         """slots: of the decode rows. updates: the block tables' changes, which fit. prefill: chunks that run as pieces
         behind the decode rows. place: of the results."""
         if self._ring is not None:
-            self._ring.next()[0] = self._ring.number
-            self._fill(self._ring.next(), shape, limit, slots, updates, prefill, place)
+            array = self._ring.next()
+            array[NUMBER_AT] = self._ring.number
+            array[LENGTH_AT] = self._fill(array, shape, limit, slots, updates, prefill, place)
             self._ring.send()
             return
         assert self._copied is not None
@@ -167,7 +171,8 @@ class StepUpload:
         if self._ring is None:
             self.send(shape, limit=0)
             return
-        self._fill(self._ring.next(), shape, 0, (), (), (), 0)
+        array = self._ring.next()
+        array[LENGTH_AT] = self._fill(array, shape, 0, (), (), (), 0)
         self._ring.repeat()
 
     def resume(self) -> None:
@@ -187,7 +192,7 @@ class StepUpload:
     ) -> int:
         """Writes an upload and returns its length."""
         rows, first_size = shape.num_rows, shape.first_size
-        array[1], array[2] = limit, place
+        array[LIMIT_AT], array[PLACE_AT] = limit, place
         slots_R, first_R, num_R = array[HEADER : HEADER + 3 * rows].reshape(3, rows)
         slots_R[: len(slots)] = slots
         slots_R[len(slots) :] = self._state.filler_slot
@@ -202,11 +207,11 @@ class StepUpload:
                 ids_RN[row, :num] = update.block_ids
         if not shape.takes_pieces:
             assert not prefill
-            return first_size
+            return shape.usual_length
         size_R, start_R, ids_RQ = _pieces_of(array, shape)
         size_R[:] = 0
         if not prefill:
-            return first_size + rows
+            return shape.usual_length
         write_pieces(prefill, len(slots), slots_R, size_R, start_R, ids_RQ)
         return shape.length
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.kernels.row_state import ENTRIES, TURN_BITS
+from engine.kernels.row_state import ENTRIES
 
 
 class UploadRing:
@@ -36,15 +36,16 @@ class UploadRing:
 
 
 class HostRing:
-    """Numbers that the device reads in host memory: see `engine.kernels.row_state.HostUpload`.
+    """Numbers that the device takes from host memory: see `engine.kernels.row_state.HostUpload`.
 
-    Between two calls of `send` exactly one program that reads an upload is launched. Whoever calls `next` knows that
-    the one that read the entry, ENTRIES uploads ago, has ended.
+    Between two calls of `send` exactly one program that takes an upload is launched. Whoever calls `next` knows that
+    the one that took the entry, ENTRIES uploads ago, has ended. device: int64 [capacity], where they are taken to.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.entries_EC = torch.zeros(ENTRIES, capacity, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.turn_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self.device = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.number_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._arrays = self.entries_EC.numpy()
         self.number = 0  # of the next upload
 
@@ -53,13 +54,13 @@ class HostRing:
         return self._arrays[self.number % ENTRIES]
 
     def send(self) -> None:
-        """The array that `next` gave is filled: the program launched now may read it."""
+        """The array that `next` gave is filled: the program launched now may take it."""
         self.number += 1
 
     def repeat(self) -> None:
-        """Instead of `send`: whatever runs until `resume` reads this array, as often as it runs. The device is idle."""
+        """Instead of `send`: whatever runs until `resume` takes this array, as often as it runs. The device is idle."""
         self._arrays[:] = self.next().copy()
 
     def resume(self) -> None:
-        """The next program reads the next upload, however many have run."""
-        self.turn_1.fill_(self.number << TURN_BITS)
+        """The next program takes the next upload, however many have run."""
+        self.number_1.fill_(self.number)

@@ -1,4 +1,4 @@
-"""Uploads that the first kernel of T reads in host memory, and results that D writes there: what lies where."""
+"""Uploads that the first kernel of T takes from host memory, and results that D writes there: what lies where."""
 
 import itertools
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import SamplingParams
-from engine.kernels.row_state import ENTRIES, TURN_BITS, HostResults
+from engine.kernels.row_state import ENTRIES, NUMBER_AT, PLACE_AT, HostResults
 from engine.request import EngineRequest
 from engine.runner.batch import InputBuilder, decode_block
 from engine.runner.fused_rows import FusedRows
@@ -89,7 +89,8 @@ def test_steps_in_turn(seed: int, device: str) -> None:
         rows, filler = len(slots), steps.state.filler_slot
         padded = torch.tensor(slots + [filler] * (shape.num_rows - rows), device=device)
         assert torch.equal(decode.slots_R, padded)
-        assert host.sent_2.tolist() == [number, 70 + number] and int(host.turn_1) == (number + 1) << TURN_BITS
+        assert host.numbers_C[[NUMBER_AT, PLACE_AT]].tolist() == [number, 70 + number]
+        assert int(host.number_1) == number + 1
         assert host.size_R is None or not host.size_R.any()
         assert torch.equal(steps.state.block_table, steps.other.block_table)
         want = decode_block(steps.other, padded, WIDTH, limit_1=torch.tensor([limit], device=device))
@@ -117,7 +118,7 @@ def test_programs_that_are_recorded_run_as_often_as_they_like(seed: int, device:
             assert set(decode.slots_R.tolist()) == {steps.state.filler_slot} and not decode.k_R.any()
     steps.upload.resume()
     slots, _, decode, _, host = steps.run(SHAPES[2], 9)
-    assert decode.slots_R[: len(slots)].tolist() == slots and host.sent_2.tolist() == [0, 9]
+    assert decode.slots_R[: len(slots)].tolist() == slots and host.numbers_C[[NUMBER_AT, PLACE_AT]].tolist() == [0, 9]
 
 
 @pytest.mark.parametrize(("seed", "device"), places([0, 1], [0]))
@@ -131,7 +132,7 @@ def test_results_lie_where_the_upload_says(seed: int, device: str) -> None:
         place = entry.expect(len(slots), width, number)
         drawn_N = steps.integers(0, 50, shape.num_tokens)
         peak_N = torch.zeros(shape.num_tokens, device=device)
-        results = HostResults(memory=ring.memory, sent_2=host.sent_2, num_rows=shape.num_rows)
+        results = HostResults(memory=ring.memory, numbers_C=host.numbers_C, num_rows=shape.num_rows)
         before, state = ring.memory.clone(), steps.state
         want = verify(
             target_RK1=drawn_N.view(-1, WIDTH + 1),
@@ -204,7 +205,7 @@ def test_engines_of_one_process_take_turns(models: Any, depth: int) -> None:  # 
             assert [own[str(i)] for i in range(len(prompts))] == want
             programs = llm._rank.runner._decode_programs
             host = programs.upload.host(next(iter(programs._pairs.values())).shape)
-            assert int(host.turn_1) == programs.upload.number << TURN_BITS, "each upload was read once"
+            assert int(host.number_1) == programs.upload.number, "each upload was taken once"
 
 
 @pytest.mark.gpu

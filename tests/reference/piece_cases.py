@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.config.engine import EngineConfig
-from engine.kernels.row_state import HEADER, HostUpload, PieceRows
+from engine.kernels.row_state import HEADER, LENGTH_AT, LIMIT_AT, HostUpload, PieceRows
 from engine.parallel.tp_group import TpGroup
 from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder, decode_block
 from engine.runner.decode_programs import Variant
@@ -105,7 +105,7 @@ class Case:
         host = StepUpload([shape], self.state, self.device, from_host=True).host(shape)
         assert host is not None
         entry = host.entries_EC[0]
-        entry[1] = self.limit_1
+        entry[LIMIT_AT], entry[LENGTH_AT] = self.width, shape.length
         entry[HEADER : HEADER + R] = self.slots_R
         pieces = [self.pieces.size_R, self.pieces.start_R, self.pieces.ids_RQ.flatten()]
         entry[shape.first_size : shape.length] = torch.cat(pieces)
