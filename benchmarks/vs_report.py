@@ -2,7 +2,9 @@
 
 A row has `side` ("ours" or "vllm"), `workload`, what engine_load.py put into it, and `block_width`, the rows of the
 drafter's block at that draft length (0 without drafts). The sides are compared at draft lengths that both were measured
-at; a bar whose rows are not there is in the report too, with `ok` null and what lacks.
+at; a bar whose rows are not there is in the report too, with `ok` null and what lacks. Bars of arrivals take this
+engine as it is by default; where that misses one, with the first inter-token target that misses none, which their names
+then tell.
 """
 
 import math
@@ -21,6 +23,7 @@ MEDIANS = (
     "acceptance_length",
 )  # fmt: skip
 TOLERANCE = 0.97  # of the peer's speed at any number of requests
+SAME_RATE = 0.02  # arrivals a second, or this share of them, that rounding may move a rate by
 # Of arrivals: field and share of the peer's value; below 1 the least, else the most.
 ARRIVALS = (
     ("p99 of a token's time", "token_p99_ms", 1.0),
@@ -281,16 +284,20 @@ def bars(found: dict[str, Any], due: Iterable[tuple[str, str, int]]) -> list[Row
 def at_rate(entry: Row | None, name: str, peer: Row | None = None) -> Row:
     """The row of an entry of `poisson` under this rate; empty without one.
 
-    Without an inter-token target; where that misses a bar against the peer, at the first target that misses none.
+    peer: a row whose arrivals it must have had. Then without an inter-token target; where that misses a bar against
+    the peer, at the first target that misses none.
     """
     rows = sorted(entry[name] if entry else [], key=lambda row: "inter_token_target_ms" in row)
+    if not peer:
+        return rows[0] if rows else {}
+    rate = peer["requests_per_s"]
+    same = [row for row in rows if math.isclose(row["requests_per_s"], rate, rel_tol=SAME_RATE, abs_tol=SAME_RATE)]
 
     def holds(row: Row) -> bool:
-        pairs = [(row[field], share * peer[field], share) for _, field, share in ARRIVALS] if peer else []
-        return all(value >= limit if share < 1 else value <= limit for value, limit, share in pairs)
+        limits = [(row[field], share * peer[field], share) for _, field, share in ARRIVALS]
+        return all(value >= limit if share < 1 else value <= limit for value, limit, share in limits)
 
-    same = [row for row in rows if row["requests_per_s"] == rows[0]["requests_per_s"]]
-    return next((row for row in same if holds(row)), rows[0] if rows else {})
+    return next((row for row in same if holds(row)), same[0] if same else {})
 
 
 def exit_code(checks: Sequence[Row]) -> int:

@@ -235,6 +235,16 @@ def test_arrivals_at_a_target_count_where_it_helps_and_are_named(modules: tuple[
     assert bars(*targets, plain | dict(gap_p99_ms=9.0))[1] == ("smol, arrivals: p99 between outputs", 9.0, True)
 
 
+def test_arrivals_at_other_rates_are_no_arrivals_at_the_peer_s(modules: tuple[ModuleType, ModuleType]) -> None:
+    """Rates that somebody asked for come first, and the peer's is told with another rounding."""
+    _, vs_report = modules
+    rows = [arrival_row(side, saturated=True) for side in ("ours", "vllm")] + [arrival_row("vllm", rate="own")]
+    light = arrival_row("ours", rate="given", requests_per_s=10.0, gap_p99_ms=1.0)
+    assert list(lacking(vs_report.report([*rows, light])).values()) == [["ours at vLLM's rate"]] * 3
+    found = vs_report.report([*rows, light, arrival_row("ours", rate="given", requests_per_s=70.01, gap_p99_ms=9.5)])
+    assert [(bar["value"], bar["ok"]) for bar in found["bars"]] == [(4.0, True), (9.5, False), (1000.0, True)]
+
+
 def test_arrivals_are_compared_where_both_had_them(modules: tuple[ModuleType, ModuleType]) -> None:
     """At the draft length that was put under the peer's rate, though another one serves more at saturation."""
     _, vs_report = modules
@@ -282,12 +292,17 @@ def test_floors_of_several_engines_come_together(modules: tuple[ModuleType, Modu
     assert ["floor_ms" in row for row in vs_report.report([plain, *steps])["context"]] == [False, True]
 
 
-def test_rows_of_two_widths_are_not_mixed(repo_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "asked", "kept"), [("--block-width", "drafts", "trained"), ("--drafter-weights", "int8", "model")]
+)
+def test_rows_of_two_drafters_are_not_mixed(
+    repo_root: Path, tmp_path: Path, option: str, asked: str, kept: str
+) -> None:
     start = dict(side="ours", workload="smol", part="start", draft_len=None)
     (tmp_path / "out.rows.json").write_text(json.dumps([start]))
     command = [sys.executable, "benchmarks/gpu_vs_vllm.py", str(tmp_path / "out.json"), "--resume", "--skip", "peer"]
     env = os.environ | {"PYTHONPATH": str(repo_root)}
-    asked = [*command, "--block-width", "drafts"]
-    refused = subprocess.run(asked, capture_output=True, text=True, env=env, cwd=repo_root, check=False)
-    assert "--block-width: OUT.rows.json has rows of trained, asked for is drafts" in refused.stderr
+    command += [option, asked]
+    refused = subprocess.run(command, capture_output=True, text=True, env=env, cwd=repo_root, check=False)
+    assert f"{option}: OUT.rows.json has rows of {kept}, asked for is {asked}" in refused.stderr
     assert json.loads((tmp_path / "out.rows.json").read_text()) == [start]
