@@ -96,15 +96,22 @@ def packed_copies_bytes(config: EngineConfig, machine: Machine) -> int:
 
 def int8_copies_bytes(config: EngineConfig) -> int:
     """Bytes over all ranks of a GPU engine's second weights for drafts, in 8 bits: of the drafter's matrices, of the
-    copies of K's and V's rows that make the context, and of the head. Small matrices have none; their bytes are counted
-    all the same."""
-    target, drafter = config.target, config.drafter
+    copies of K's and V's rows that make the context, and of the head. What is not sharded counts once a rank. Small
+    matrices have none; their bytes are counted all the same."""
+    target, drafter, ranks = config.target, config.drafter, config.tensor_parallel_size
     if config.device != "cuda" or config.drafter_weights != "int8" or drafter is None:
         return 0
-    context = 2 * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim * drafter.hidden_size
-    head = 0 if drafter.draft_vocab_size else target.vocab_size * target.hidden_size
-    embedding = drafter.vocab_size * drafter.hidden_size if drafter.own_embedding else 0
-    return num_matrix_elements(drafter) - embedding + context + head
+    H = drafter.hidden_size
+    features = len(drafter.target_layer_ids) * (drafter.target_hidden_size or H) * H
+    own_head = drafter.draft_vocab_size * H
+    embedding = drafter.vocab_size * H if drafter.own_embedding else 0
+    layers = num_matrix_elements(drafter) - features - own_head - embedding
+    context = 2 * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim * H
+    return (
+        (layers + context) * (1 if config.drafter_tensor_parallel else ranks)
+        + features * (1 if config.hidden_state_gather == "fused" else ranks)
+        + (own_head or target.vocab_size * target.hidden_size)
+    )
 
 
 def penalty_workspace_bytes(config: EngineConfig) -> int:
@@ -212,10 +219,11 @@ def _check_memory(
         penalties_term = f" + penalty counts {_size(penalties)}" if penalties else ""
         drafts = config.draft_logits_bytes
         drafts_term = f" + draft probabilities {_size(drafts)} per rank" if drafts else ""
+        model_weights = ", or set drafter_weights to 'model'" if int8_copies_bytes(config) else ""
         raise ValueError(
             f"{name}: weights {weights_term}{penalties_term}{drafts_term} + KV cache {cache_term} ({blocks} blocks x "
             f"{block_bytes} bytes) = {_size(needed)}, but {where} has {_size(total)}. Lower {name}, max_model_len or "
-            "max_num_seqs"
+            f"max_num_seqs{model_weights}"
         )
 
 
