@@ -1,4 +1,4 @@
-"""A step that decodes takes prompts only as far as the inter-token target allows, on a device whose times are known."""
+"""What prompts a step that decodes takes: by the inter-token target, on a device whose times are known, or in turns."""
 
 import msgspec
 import pytest
