@@ -1,10 +1,10 @@
 """What the rows of gpu_vs_vllm.py say: medians and ratios, the best draft length of each side, bars, and a curve.
 
 A row has `side` ("ours" or "vllm"), `workload`, what engine_load.py put into it, and `block_width`, the rows of the
-drafter's block at that draft length (0 without drafts). The sides are compared at draft lengths that both were measured
-at; a bar whose rows are not there is in the report too, with `ok` null and what lacks. Bars of arrivals take this
-engine as it is by default; where that misses one, with the first inter-token target that misses none, which their names
-then tell.
+drafter's block at that draft length (0 without drafts); ours say their `drafter_weights` as well. The sides are
+compared at draft lengths that both were measured at; a bar whose rows are not there is in the report too, with `ok`
+null and what lacks. Bars of arrivals take this engine as it is by default; where that misses one, with the first
+inter-token target that misses none, which their names then tell.
 """
 
 import math
@@ -40,6 +40,8 @@ def report(rows: Sequence[Row], asked: Iterable[tuple[str, str, int]] = ()) -> d
         "starts": [row for row in rows if row["part"] in ("start", "tokens", "counters", "error", "versions")]
     }
     found["block_widths"] = block_widths(rows)
+    ours = [row for row in rows if row["side"] == "ours" and row["part"] in MEASURED and row["draft_len"]]
+    found["drafter_weights"] = sorted({row["drafter_weights"] for row in ours if "drafter_weights" in row})
     found["cut"] = [row for row in rows if "cut_after_s" in row]
     speed = by(rows, "speed", ("workload", "set", "concurrency", "draft_len"))
     found["speed"] = [compared(key, sides, "tokens_per_s") for key, sides in speed.items()]

@@ -264,11 +264,11 @@ def test_arrivals_are_compared_where_both_had_them(modules: tuple[ModuleType, Mo
     assert vs_report.report(rows("ours", 3, 90.0) + rows("ours", 15, 80.0))["poisson"][0]["draft_len"] == 3
 
 
-def test_the_width_of_the_drafter_s_block_is_told(modules: tuple[ModuleType, ModuleType]) -> None:
+def test_the_drafter_s_width_and_weights_are_told(modules: tuple[ModuleType, ModuleType]) -> None:
     _, vs_report = modules
     rows = [
-        speed_row(side, k, speed) | {"block_width": width if k else 0}
-        for side, width, speed in (("ours", 16, 300.0), ("vllm", 4, 200.0))
+        speed_row(side, k, speed) | {"block_width": width if k else 0} | more
+        for side, width, speed, more in (("ours", 16, 300.0, {"drafter_weights": "int8"}), ("vllm", 4, 200.0, {}))
         for k in (3, 0)
     ]
     found = vs_report.report([*rows, speed_row("vllm", 7, 100.0)])  # of before rows told it
@@ -277,6 +277,7 @@ def test_the_width_of_the_drafter_s_block_is_told(modules: tuple[ModuleType, Mod
         {"workload": "smol", "draft_len": 0, "ours": 0, "vllm": 0},
     ]
     assert [found["best"][0][side]["block_width"] for side in ("ours", "vllm")] == [16, 4]
+    assert found["drafter_weights"] == ["int8"]
 
 
 def test_floors_of_several_engines_come_together(modules: tuple[ModuleType, ModuleType]) -> None:
