@@ -11,6 +11,7 @@ recorded program of the next size N >= n; the rows beyond n write to the null bl
 All chunks of a step travel in one upload; ahead of each chunk's programs its numbers are copied to where they read.
 """
 
+import functools
 import itertools
 import logging
 import time
@@ -166,7 +167,7 @@ class PromptPrograms:
         progress("recording draft programs")
         for draft_len, variant in itertools.product(self._draft_lens, self._draft_variants):
             self._drafts[draft_len, variant] = self._recorder.record(
-                lambda k=draft_len, filters=variant.value.filters: self.draft_program.draft(self.slot_1, k, filters)
+                functools.partial(self.draft_program.draft, self.slot_1, draft_len, variant.value.filters)
             )
         logger.info("Prompt programs: %d sizes in %.1f s", len(self._sizes), time.perf_counter() - started)
 
