@@ -139,7 +139,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trace", action="store_true", help="one more run per row under the profiler")
     parser.add_argument("--strict", action="store_true", help="any synchronising call in the loop is an error")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.drafter_weights == "int8" and not max(args.draft_lens):
+        parser.error("--drafter-weights int8 needs a drafter: give --draft-lens more than 0")
+    return args
 
 
 def main() -> None:
