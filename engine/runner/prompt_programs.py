@@ -11,7 +11,6 @@ recorded program of the next size N >= n; the rows beyond n write to the null bl
 All chunks of a step travel in one upload; ahead of each chunk's programs its numbers are copied to where they read.
 """
 
-import functools
 import itertools
 import logging
 import time
@@ -166,10 +165,12 @@ class PromptPrograms:
             self._programs[size].record(self._recorder)
         progress("recording draft programs")
         for draft_len, variant in itertools.product(self._draft_lens, self._draft_variants):
-            self._drafts[draft_len, variant] = self._recorder.record(
-                functools.partial(self.draft_program.draft, self.slot_1, draft_len, variant.value.filters)
-            )
+            program = self._drafts_program(draft_len, variant)
+            self._drafts[draft_len, variant] = self._recorder.record(program)
         logger.info("Prompt programs: %d sizes in %.1f s", len(self._sizes), time.perf_counter() - started)
+
+    def _drafts_program(self, draft_len: int, variant: Variant) -> Program:
+        return lambda: self.draft_program.draft(self.slot_1, draft_len, variant.value.filters)
 
     def take(self, prefill: Sequence[PrefillChunk]) -> bool:
         """Whether these chunks run here: few, and none whose logits or hidden states someone wants to see."""
