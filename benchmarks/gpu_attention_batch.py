@@ -112,7 +112,7 @@ def variants(shape: Shape) -> dict[str, Variant]:
             found[f"1 group, {splits} splits"] = BulkCut(num_splits=splits, num_stages=3)
     found["1 group, 32 positions"] = BulkCut(num_splits=splits_of_one, positions=32, num_stages=6)
     splits_of_two = max(1, 128 // (R * KV_HEADS))
-    found["2 groups"] = BulkCut(num_splits=splits_of_two, num_stages=5, groups=2)
+    found["2 groups"] = BulkCut(num_splits=splits_of_two, num_stages=4, groups=2)
     found["2 groups, 32 positions"] = BulkCut(num_splits=splits_of_two, num_stages=10, positions=32, groups=2)
     named = {name: Variant(cut=cut) for name, cut in found.items()}
     for name, cut in found.items():

@@ -33,7 +33,8 @@ class DecodeCut:
 class BulkCut:
     """Of the kernel fed by the tensor copy engine.
 
-    num_splits: programs of a KV head; positions, rows: of a tile; groups: of warps that compute, each its own tiles.
+    num_splits: programs of a KV head; positions, rows: of a tile; groups: of warps that compute, each its own tiles and
+    its own ones of the num_stages places for them.
     """
 
     num_splits: int
@@ -100,7 +101,7 @@ def bulk_cut(
     if 2 * heads <= num_sms:
         return BulkCut(num_splits=min(num_sms // heads, _MOST_BULK_SPLITS))
     if heads <= num_sms:
-        return BulkCut(num_splits=1, num_stages=5, groups=2)
+        return BulkCut(num_splits=1, num_stages=4, groups=2)
     return BulkCut(num_splits=1, num_stages=3)
 
 

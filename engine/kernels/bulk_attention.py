@@ -274,6 +274,9 @@ def bulk_attention(
     assert unturned is None or (q_len <= UNIT * (cut.num_splits - 1) and cut.groups == 1)
     assert q_len * (h // g) <= cut.rows
     assert (cut.num_splits > 1) == (workspace is not None)
+    # A stage is one group's alone, which so has seen every phase of its barriers: to who has not, one that is still to
+    # come looks like the one before, and a tile that came late would be taken for there.
+    assert cut.num_stages % cut.groups == 0
     nothing = out_NE  # a pointer nobody follows
     descs = [
         TensorDescriptor.from_tensor(cache.view(blocks * block_size, g * D), [UNIT, HALF.value], _SHARED)

@@ -38,8 +38,8 @@ PROBLEMS = [
 CUTS = [
     BulkCut(num_splits=16),
     BulkCut(num_splits=1, positions=64, num_stages=3),
-    BulkCut(num_splits=1, num_stages=5, groups=2),
-    BulkCut(num_splits=2, num_stages=5, groups=2),
+    BulkCut(num_splits=1, num_stages=4, groups=2),
+    BulkCut(num_splits=2, num_stages=4, groups=2),
     BulkCut(num_splits=5, positions=32, num_stages=4),
 ]
 
