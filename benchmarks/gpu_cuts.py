@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_products import PRODUCTS, Product
 
-import engine.layers.cuda_rows as cuda_rows
+import engine.layers.cuda_cuts as cuda_cuts
 from engine.kernels.gemm_choice import GemmCut
 
 # Weight rows of a tile, inputs, stages, warps, turned, staggered. The first few are tried at more than 16 rows, too.
@@ -76,13 +76,13 @@ def choosing(table: Table | None) -> Iterator[None]:
     if table is None:
         yield
         return
-    original = cuda_rows.gemm_cut, cuda_rows.stream_cut
-    cuda_rows.gemm_cut = table.gemm_cut
-    cuda_rows.stream_cut = lambda **shape: None
+    original = cuda_cuts.gemm_cut, cuda_cuts.stream_cut
+    cuda_cuts.gemm_cut = table.gemm_cut
+    cuda_cuts.stream_cut = lambda **shape: None
     try:
         yield
     finally:
-        cuda_rows.gemm_cut, cuda_rows.stream_cut = original
+        cuda_cuts.gemm_cut, cuda_cuts.stream_cut = original
 
 
 def products(model: str) -> list[Product]:

@@ -29,7 +29,7 @@ from engine.kernels.int8_choice import MAX_ROWS, int8_cut, int8_stream_cut
 from engine.kernels.row_gemm import row_gemm
 from engine.kernels.row_ops import scale_rows
 from engine.kernels.stream_gemm import stream_gemm
-from engine.layers.cuda_rows import cut_of, stream_of
+from engine.layers.cuda_cuts import cut_of, stream_of
 from engine.layers.int8_weight import Int8Weight, round_weight
 
 COLD_BYTES = 400 << 20

@@ -27,32 +27,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.kernels.gemm_choice import STREAM_TILE, StreamCut
 from engine.kernels.row_gemm import Scaled
 from engine.kernels.stream_copies import BOX, TILE, bring
+from engine.kernels.stream_int8 import SHARED_INT8, widened
 
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_SHARED_INT8 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _MAX_REGISTERS = 64  # of a thread at launch, so that the next kernel's programs fit beside
 
 
 @gluon.jit
 def _rounded(x):
     return x.to(gl.bfloat16).to(gl.float32)
-
-
-@gluon.jit
-def _widened(tile, BK: gl.constexpr, SUMS: gl.constexpr):
-    """A tile [TILE, BK] of 8 bits, its columns in `in_stream_order`, as the left operand of a product."""
-    NEAR: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]]
-    FAR: gl.constexpr = [[0, 128]] if BK == 256 else []
-    READ: gl.constexpr = gl.DistributedLinearLayout(
-        NEAR + FAR,
-        [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [TILE, BK],
-    )
-    wide = tile.load(READ).to(gl.bfloat16).reshape([TILE, BK // 128, 4, 8, 2, 2])
-    wide = wide.permute([0, 1, 3, 4, 2, 5]).reshape([TILE, BK])
-    return gl.convert_layout(wide, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -129,7 +112,7 @@ def _multiply(
             phase = (number // STAGES) & 1
             mbarrier.wait(w_full.index(stage), phase)
             mbarrier.wait(x_full.index(stage), phase)
-            weights = _widened(w_tiles.index(stage), BK, SUMS) if INT8 else w_tiles.index(stage)
+            weights = widened(w_tiles.index(stage), BK, SUMS) if INT8 else w_tiles.index(stage)
             sums = warpgroup_mma(weights, x_tiles.index(stage).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=(sums,))
             tl.debug_barrier()
@@ -364,7 +347,7 @@ def stream_gemm(
     parts = 1 if scaled_in is None else scaled_in.squares_MP.shape[1]
     halves = 2 if swiglu else 1
     nothing = out_MN  # a pointer nobody follows
-    w_shared, w_box = (_SHARED, BOX.value) if scale is None else (_SHARED_INT8, 2 * BOX.value)
+    w_shared, w_box = (_SHARED, BOX.value) if scale is None else (SHARED_INT8, 2 * BOX.value)
     _stream_kernel[(-(-units // cut.units),)](
         TensorDescriptor.from_tensor(weight, [STREAM_TILE // halves, w_box], w_shared),
         TensorDescriptor.from_tensor(x, [cut.rows, BOX.value], _SHARED),

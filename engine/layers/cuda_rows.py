@@ -16,17 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.kernels.available import (
-    KERNEL_DTYPES,
-    copy_engine,
-    dependent_launch,
-    interpreted,
-    shared_bytes,
-    unavailable_reason,
-)
-from engine.kernels.gemm_choice import GemmCut, StreamCut, gemm_cut, head_cut, stream_cut
-from engine.kernels.int8_choice import int8_cut, int8_stream_cut
+from engine.kernels.available import KERNEL_DTYPES, copy_engine, dependent_launch, interpreted, unavailable_reason
+from engine.kernels.gemm_choice import GemmCut, StreamCut, head_cut
 from engine.kernels.wide_choice import WideCut, argmax_cut, swiglu_cut
+from engine.layers.cuda_cuts import cut_of, int8_of, stream_of
 from engine.layers.int8_weight import Int8Weight
 from engine.layers.layer_weights import LayerWeights
 
@@ -53,28 +46,6 @@ def split_counters(num_outputs: int, device: torch.device) -> Tensor:
     The matrix owns them, so products that run at the same time (another engine's, or on another stream) share none.
     """
     return torch.zeros(num_outputs, dtype=torch.int32, device=device)
-
-
-def cut_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = False) -> GemmCut | None:
-    """`gemm_cut` of weights of a type, on this machine's GPU."""
-    return gemm_cut(rows=rows, K=K, N=N, swiglu=swiglu, item_bytes=dtype.itemsize, shared_bytes=shared_bytes())
-
-
-def stream_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = False) -> StreamCut | None:
-    """`stream_cut` where this machine's GPU and the type have that kernel."""
-    if dtype != torch.bfloat16 or not copy_engine():
-        return None
-    return stream_cut(rows=rows, K=K, N=N, swiglu=swiglu)
-
-
-def int8_of(int8: Int8Weight | None, rows: int, *, swiglu: bool = False) -> GemmCut | StreamCut | None:
-    """The cut by which so many rows are multiplied by a weight of 8 bits on this machine's GPU; None: they are not."""
-    if int8 is None:
-        return None
-    N, K = int8.rounded.shape
-    if int8.streams:
-        return int8_stream_cut(rows=rows, K=K, N=N)
-    return int8_cut(rows=rows, K=K, N=N, swiglu=swiglu, shared_bytes=shared_bytes())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

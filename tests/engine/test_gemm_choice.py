@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import engine.layers.cuda_rows as cuda_rows
+import engine.layers.cuda_cuts as cuda_cuts
 from engine.kernels.gemm_choice import STREAM_ROWS, STREAM_TILE, GemmCut, StreamCut, gemm_cut, stream_cut
 
 SHARED_BYTES = 227 << 10  # that one program may take on SM90
@@ -100,8 +100,8 @@ def test_stream_cuts_cover_a_product_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_types_and_gpus_take_triton(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = dict(rows=16, K=4096, N=4096)
-    monkeypatch.setattr(cuda_rows, "copy_engine", lambda: True)
-    assert cuda_rows.stream_of(torch.bfloat16, **shape) == StreamCut(num_splits=2, units=1, staggered=True)
-    assert cuda_rows.stream_of(dtype, **shape) is None
-    monkeypatch.setattr(cuda_rows, "copy_engine", lambda: False)
-    assert cuda_rows.stream_of(torch.bfloat16, **shape) is None
+    monkeypatch.setattr(cuda_cuts, "copy_engine", lambda: True)
+    assert cuda_cuts.stream_of(torch.bfloat16, **shape) == StreamCut(num_splits=2, units=1, staggered=True)
+    assert cuda_cuts.stream_of(dtype, **shape) is None
+    monkeypatch.setattr(cuda_cuts, "copy_engine", lambda: False)
+    assert cuda_cuts.stream_of(torch.bfloat16, **shape) is None

@@ -10,8 +10,8 @@ from engine.attention.cuda_paged import cuda_paged_attention
 from engine.kernels.available import copy_engine
 from engine.kernels.gemm_choice import GemmCut
 from engine.kernels.wide_choice import WideCut
+from engine.layers import cuda_cuts, linear, rms_norm, rotary
 from engine.layers import cuda_rows as cuda_rows_module
-from engine.layers import linear, rms_norm, rotary
 from engine.layers.cuda_rows import CudaRows
 from engine.layers.linear import Linear
 from engine.models import decoder, dflash, target
@@ -82,7 +82,7 @@ def test_models(
     else:
         monkeypatch.setattr(linear, "unavailable_reason", lambda: "weights stay as they are")
     if way != "few rows":
-        monkeypatch.setattr(cuda_rows_module, "gemm_cut", lambda **shape: None)
+        monkeypatch.setattr(cuda_cuts, "gemm_cut", lambda **shape: None)
         monkeypatch.setattr(cuda_rows_module, "head_cut", lambda **shape: None)
     if way == "many rows":
         cut = WideCut(rows=64, outputs=32, inputs=32, num_programs=5, num_warps=4)
@@ -114,7 +114,7 @@ def test_every_matrix_owns_its_counters(tmp_path: Path, monkeypatch: pytest.Monk
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs in processes without a GPU")
     monkeypatch.setattr(linear, "unavailable_reason", lambda: "weights stay as they are")
-    monkeypatch.setattr(cuda_rows_module, "gemm_cut", lambda **shape: GemmCut(outputs=16, inputs=32, num_splits=3))
+    monkeypatch.setattr(cuda_cuts, "gemm_cut", lambda **shape: GemmCut(outputs=16, inputs=32, num_splits=3))
     target_dir, drafter_dir = _checkpoints(tmp_path, "qwen3", 16)
     config = engine_config(target_dir, drafter_dir, block_size=16, num_blocks=31)
     both = [PagedModels.load(config, num_seqs=3) for _ in range(2)]

@@ -11,8 +11,8 @@ from engine import LLM, DFlashDecodingConfig, SamplingParams
 from engine.attention.cuda_paged import cuda_paged_attention
 from engine.kernels.gemm_choice import GemmCut
 from engine.kernels.int8_choice import MAX_ROWS
+from engine.layers import cuda_cuts, linear, rms_norm, rotary
 from engine.layers import cuda_rows as cuda_rows_module
-from engine.layers import linear, rms_norm, rotary
 from engine.layers.cuda_rows import CudaRows
 from engine.layers.int8_weight import Int8Weight, round_weight
 from engine.layers.linear import Linear
@@ -40,7 +40,7 @@ def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Are held and multiplied in 8 bits as large ones are."""
     monkeypatch.setattr(linear, "keeps_int8", lambda N, K: K % 16 == 0)
     monkeypatch.setattr(linear, "streams_int8", _streams)
-    monkeypatch.setattr(cuda_rows_module, "int8_cut", _small_cut)
+    monkeypatch.setattr(cuda_cuts, "int8_cut", _small_cut)
 
 
 def _drafting(models: PagedModels) -> dict[str, Linear]:
