@@ -69,8 +69,23 @@ def num_matrix_elements(config: TargetConfig | DrafterConfig) -> int:
 
 
 def weight_bytes(config: EngineConfig, num_parameters: int) -> int:
-    """Bytes of both models in the engine's dtype, over all ranks."""
-    return num_parameters * (4 if config.dtype == "float32" else 2)
+    """Bytes of both models in the engine's dtype, over all ranks. What is not sharded counts once a rank."""
+    repeated = (config.tensor_parallel_size - 1) * _num_unsharded_elements(config)
+    return (num_parameters + repeated) * (4 if config.dtype == "float32" else 2)
+
+
+def _num_unsharded_elements(config: EngineConfig) -> int:
+    """Elements of the matrices that every rank holds whole."""
+    target, drafter = config.target, config.drafter
+    total = target.vocab_size * target.hidden_size  # the embedding, of which a tied head is a view
+    if drafter is None:
+        return total
+    H = drafter.hidden_size
+    features = len(drafter.target_layer_ids) * (drafter.target_hidden_size or H) * H
+    embedding = drafter.vocab_size * H if drafter.own_embedding else 0
+    if not config.drafter_tensor_parallel:
+        total += num_matrix_elements(drafter) - features - embedding - drafter.draft_vocab_size * H
+    return total + embedding + (features if config.hidden_state_gather == "taps" else 0)
 
 
 def packed_copies_bytes(config: EngineConfig, machine: Machine) -> int:

@@ -1,6 +1,8 @@
 """What a CPU holds of the weights is what its memory check counts, by processor and type, seen on loaded models."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from engine.layers.cpu_jit import obstacle
 from engine.layers.linear import Linear
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
+from engine.parallel.tp_group import TpGroup
 from tests.reference.paged import PagedModels, engine_config
 from tests.reference.toy import make_drafter, make_target
 
@@ -58,6 +61,36 @@ def test_counted_bytes_are_held(
         counted + packed_copies_bytes(config, machine) == held_bytes(models.target, models.drafter) - left_out + saved
     )
     assert packed_copies_bytes(config, Machine(cores=2, memory_bytes=1 << 40, accelerator=None)) == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("gather", ["taps", "fused"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_hold_what_is_counted(tmp_path: Path, tied: bool, ranks: int, gather: Any, sharded: bool) -> None:
+    """No matrix of these models is padded."""
+    target = make_target(tmp_path / "target", "llama", vocab_size=128, tie_word_embeddings=tied)
+    make_drafter(tmp_path / "drafter", target)
+    config = replace(
+        engine_config(tmp_path / "target", tmp_path / "drafter", dtype="bfloat16"),
+        tensor_parallel_size=ranks,
+        hidden_state_gather=gather,
+        drafter_tensor_parallel=sharded,
+    )
+    drafter = config.drafter
+    assert drafter is not None
+    held = 0
+    for rank in range(ranks):
+        tp = TpGroup(rank=rank, size=ranks, backend=None if ranks == 1 else "gloo")
+        layer_tp = tp if sharded else TpGroup.solo()
+        common: Any = dict(tp=tp, dtype=torch.bfloat16, num_positions=64)
+        models = (
+            TargetModel(config.target, **common),
+            DFlashDrafter(drafter, layer_tp=layer_tp, hidden_state_gather=gather, **common),
+        )
+        held += held_bytes(*models) - 2 * models[1].context_kv.weight.numel()  # copies, which the check leaves out
+    counted = weight_bytes(config, num_matrix_elements(config.target) + num_matrix_elements(drafter))
+    assert counted == held
 
 
 @pytest.mark.parametrize(
