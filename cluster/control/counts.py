@@ -54,11 +54,12 @@ class Difference:
 
 
 class ReplicaCounts:
-    """The last counters accepted from one incarnation of a replica."""
+    """The last counters accepted from one incarnation of a replica. most_drafts: its largest draft length."""
 
-    def __init__(self, *, incarnation: int, sequence: int, cells: Sequence[CellCounts]) -> None:
+    def __init__(self, *, incarnation: int, sequence: int, cells: Sequence[CellCounts], most_drafts: int) -> None:
         self.incarnation = incarnation
         self.sequence = sequence
+        self._most_drafts = most_drafts
         self._cells = {(cell.batch_bucket, cell.draft_len): cell for cell in cells}
 
     @property
@@ -70,7 +71,8 @@ class ReplicaCounts:
         """What happened since the last accepted report; nothing for a repeated or late one.
 
         Raises:
-            ValueError: a count shrank, which counters of one incarnation never do, or no steps are counted so.
+            ValueError: a count shrank, which counters of one incarnation never do, no steps are counted so, or of more
+                drafts than the replica makes.
         """
         if incarnation != self.incarnation or sequence <= self.sequence:
             return Difference()
@@ -78,6 +80,8 @@ class ReplicaCounts:
         for cell in cells:
             known = self._cells.get((cell.batch_bucket, cell.draft_len))
             if cell != known:
+                if max(cell.draft_len, len(cell.at_risk), len(cell.accepted)) > self._most_drafts:
+                    raise ValueError(f"cells: the replica makes at most {self._most_drafts} drafts, got {cell}")
                 changed.append((cell, _none_of(cell) if known is None else known))
         difference = _difference(changed)
         self.sequence = sequence

@@ -105,7 +105,10 @@ class ControlState:
                 registration=registration,
                 line=line,
                 counts=ReplicaCounts(
-                    incarnation=registration.incarnation, sequence=registration.sequence, cells=registration.cells
+                    incarnation=registration.incarnation,
+                    sequence=registration.sequence,
+                    cells=registration.cells,
+                    most_drafts=registration.draft_lens[-1],
                 ),
                 traffic=OwnTraffic(width=registration.draft_lens[-1]),
                 group=len(self.replicas) % _GROUPS,

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ def test_any_loss_repetition_and_order_leaves_the_totals_right(seed: int, num_be
     for _ in range(num_before):  # what a replica did before it registered is not learnt
         replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
     before = list(replica.cells)
-    counts = ReplicaCounts(incarnation=1, sequence=0, cells=before)
+    counts = ReplicaCounts(incarnation=1, sequence=0, cells=before, most_drafts=7)
     reports = []
     for _ in range(12):
         replica.decode(rows=rng.choice([1, 4]), draft_len=rng.choice([0, 3, 7]), hazards=[0.7] * 7, steps=3)
@@ -59,10 +60,20 @@ def test_any_loss_repetition_and_order_leaves_the_totals_right(seed: int, num_be
         assert origins[draft_len] == first
 
 
+@pytest.mark.parametrize("wrong", [{"at_risk": (1,) * 8}, {"accepted": (0,) * 8}, {"draft_len": 8}], ids=str)
+def test_counts_of_more_drafts_than_there_are_leave_nothing(wrong: dict[str, Any]) -> None:
+    replica = CountingReplica("r", seed=1, static={8: 3})
+    replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
+    counts, (cell,) = ReplicaCounts(incarnation=1, sequence=0, cells=(), most_drafts=7), replica.cells
+    with pytest.raises(ValueError, match="at most 7 drafts"):
+        counts.absorb(incarnation=1, sequence=1, cells=[msgspec.structs.replace(cell, **wrong)])
+    assert counts.absorb(incarnation=1, sequence=1, cells=[cell]).has_rows
+
+
 def test_reports_of_another_incarnation_do_not_count() -> None:
     replica = CountingReplica("r", seed=1, static={8: 3})
     replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
-    counts = ReplicaCounts(incarnation=2, sequence=0, cells=())
+    counts = ReplicaCounts(incarnation=2, sequence=0, cells=(), most_drafts=7)
     assert not counts.absorb(incarnation=1, sequence=9, cells=replica.cells).has_rows
     found, (cell,) = counts.absorb(incarnation=2, sequence=1, cells=replica.cells), replica.cells
     assert found.has_rows and (found.at_risk, found.accepted) == (cell.at_risk, cell.accepted)
@@ -73,7 +84,7 @@ def test_counts_that_shrink_are_refused() -> None:
     replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
     old = replica.cells
     replica.decode(rows=4, draft_len=3, hazards=[0.7] * 7, steps=5)
-    counts = ReplicaCounts(incarnation=1, sequence=0, cells=replica.cells)
+    counts = ReplicaCounts(incarnation=1, sequence=0, cells=replica.cells, most_drafts=7)
     with pytest.raises(ValueError, match="smaller"):
         counts.absorb(incarnation=1, sequence=1, cells=old)
     (cell,) = replica.cells
@@ -91,7 +102,7 @@ def test_steps_that_cannot_be_are_refused_and_leave_nothing(wrong: dict[str, flo
     """One such time would make every draft length of an accelerator type look alike for ever."""
     replica = CountingReplica("r", seed=1, static={8: 3})
     replica.decode(rows=4, draft_len=3, hazards=[0.7] * 3, steps=5)
-    counts = ReplicaCounts(incarnation=1, sequence=0, cells=())
+    counts = ReplicaCounts(incarnation=1, sequence=0, cells=(), most_drafts=7)
     (cell,) = replica.cells
     with pytest.raises(ValueError, match="no steps are counted so"):
         counts.absorb(incarnation=1, sequence=1, cells=[msgspec.structs.replace(cell, **wrong)])
