@@ -37,44 +37,17 @@ def bring(
     PDL: gl.constexpr,
 ):
     """Brings the STEPS steps of each of a program's own_units units, at least one. ITEM_BYTES: of a weight."""
+    weights = (w_desc, w_units, w_full, first_unit, num_tiles, N)
     ahead = min(STAGES, STEPS * own_units)
     for number in range(ahead):
-        _bring_weights(
-            w_desc,
-            w_units,
-            w_full,
-            number,
-            first_unit,
-            num_tiles,
-            N,
-            STEPS,
-            BK,
-            HALVES,
-            ITEM_BYTES,
-            STAGGERED,
-            STAGES,
-        )
+        _bring_weights(weights, number, STEPS, BK, HALVES, ITEM_BYTES, STAGGERED, STAGES)
     if PDL:
         gdc_wait()
     for number in range(STEPS * own_units):
         stage = number % STAGES
         mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
         if number >= ahead:
-            _bring_weights(
-                w_desc,
-                w_units,
-                w_full,
-                number,
-                first_unit,
-                num_tiles,
-                N,
-                STEPS,
-                BK,
-                HALVES,
-                ITEM_BYTES,
-                STAGGERED,
-                STAGES,
-            )
+            _bring_weights(weights, number, STEPS, BK, HALVES, ITEM_BYTES, STAGGERED, STAGES)
         unit = first_unit + number // STEPS
         tile, split = unit % num_tiles, unit // num_tiles
         column = (split * STEPS + _turned(number % STEPS, tile, STEPS, STAGGERED)) * BK
@@ -94,13 +67,8 @@ def _turned(step, tile, STEPS: gl.constexpr, STAGGERED: gl.constexpr):
 
 @gluon.jit
 def _bring_weights(
-    w_desc,
-    w_units,
-    w_full,
+    weights,
     number,
-    first_unit,
-    num_tiles,
-    N,
     STEPS: gl.constexpr,
     BK: gl.constexpr,
     HALVES: gl.constexpr,
@@ -108,6 +76,7 @@ def _bring_weights(
     STAGGERED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    w_desc, w_units, w_full, first_unit, num_tiles, N = weights
     COLUMNS: gl.constexpr = 128 // ITEM_BYTES
     BOXES: gl.constexpr = BK // COLUMNS
     HEIGHT: gl.constexpr = TILE // HALVES
