@@ -23,14 +23,10 @@ from gpu_products import PRODUCTS, Product, cublas, fused, tensors
 from gpu_timing import graph_us, write
 from torch import Tensor
 
-from engine.kernels.available import dependent_launch
 from engine.kernels.gemm_choice import GemmCut, StreamCut
 from engine.kernels.int8_choice import MAX_ROWS, int8_cut, int8_stream_cut
-from engine.kernels.row_gemm import row_gemm
-from engine.kernels.row_ops import scale_rows
-from engine.kernels.stream_gemm import stream_gemm
 from engine.layers.cuda_cuts import cut_of, stream_of
-from engine.layers.int8_weight import Int8Weight, round_weight
+from engine.layers.int8_weight import round_weight
 
 COLD_BYTES = 400 << 20
 MINE = [product for product in PRODUCTS if product.name.startswith("qwen3-8b")]
@@ -82,31 +78,6 @@ def cuts(product: Product, rows: int, *, few: bool) -> list[Cut]:
     return list(dict.fromkeys(found))
 
 
-def by_int8(
-    product: Product,
-    cut: Cut,
-    count: Tensor,
-    x: Tensor,
-    weight: Int8Weight,
-    norm: Tensor,
-    residual: Tensor,
-    out: Tensor,
-) -> Callable[[], object]:
-    """As `gpu_products.fused`."""
-    ready = scale_rows(x, norm[: product.K], 1e-5) if product.norm else x
-    around: dict[str, Any] = dict(
-        scale=weight.scale,
-        count=count,
-        swiglu=product.swiglu,
-        residual_MN=residual if product.residual else None,
-        next_norm=(norm[: product.N], 1e-5) if product.residual else None,
-        pdl=dependent_launch(),
-    )
-    if isinstance(cut, StreamCut):
-        return lambda: stream_gemm(ready, weight.rounded, out, cut=cut, **around)
-    return lambda: row_gemm(ready, weight.rounded, out, cut=cut, **around)
-
-
 def by_bfloat16(
     product: Product, rows: int, count: Tensor, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, out: Tensor
 ) -> Callable[[], object]:
@@ -114,20 +85,7 @@ def by_bfloat16(
     shape: dict[str, Any] = dict(rows=rows, K=product.K, N=product.N, swiglu=product.swiglu)
     in_layer = product.norm or product.residual
     stream = stream_of(weight.dtype, **shape) if in_layer else None
-    if stream is not None:
-        ready = scale_rows(x, norm[: product.K], 1e-5) if product.norm else x
-        return lambda: stream_gemm(
-            ready,
-            weight,
-            out,
-            cut=stream,
-            count=count,
-            swiglu=product.swiglu,
-            residual_MN=residual if product.residual else None,
-            next_norm=(norm[: product.N], 1e-5) if product.residual else None,
-            pdl=dependent_launch(),
-        )
-    cut = cut_of(weight.dtype, **shape)
+    cut = stream or cut_of(weight.dtype, **shape)
     if cut is None:
         return cublas(product, x, weight, norm, residual)
     return fused(product, cut, count, x, weight, norm, residual, out)
@@ -143,15 +101,12 @@ def compile_one(work: tuple[Product, int, Cut | None]) -> str:
             by_bfloat16(product, rows, count, x, weights[0], norm, residual, out)()
         else:
             weight = round_weight(weights[0][:, : product.K])
-            by_int8(product, cut, count, x, ordered(weight, cut), norm, residual, out)()
+            made = weight.streamed() if isinstance(cut, StreamCut) else weight
+            fused(product, cut, count, x, made.rounded, norm, residual, out, scale=made.scale)()
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, or what the compiler does not take
         return f"{type(error).__name__}: {str(error)[-200:]}"
     return ""
-
-
-def ordered(weight: Int8Weight, cut: Cut) -> Int8Weight:
-    return weight.streamed() if isinstance(cut, StreamCut) else weight
 
 
 def measure(product: Product, rows: int, found: list[Cut], seconds: Callable[[], float]) -> dict[str, object]:
@@ -171,7 +126,7 @@ def measure(product: Product, rows: int, found: list[Cut], seconds: Callable[[],
         if seconds() < 0:
             break
         held = streamed if isinstance(cut, StreamCut) else plain
-        calls = [by_int8(product, cut, count, x, weight, norm, residual, out) for weight in held]
+        calls = [fused(product, cut, count, x, w.rounded, norm, residual, out, scale=w.scale) for w in held]
         try:
             us[name_of(cut)] = round(graph_us(calls, repeats=3), 2)
         except Exception as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels.available import dependent_launch
-from engine.kernels.gemm_choice import GemmCut
+from engine.kernels.gemm_choice import GemmCut, StreamCut
 from engine.kernels.row_gemm import row_gemm
 from engine.kernels.row_ops import add_rms_norm, rms_norm, scale_rows, silu_mul
 
@@ -81,21 +81,30 @@ def cublas(product: Product, x: Tensor, weight: Tensor, norm: Tensor, residual: 
 
 def fused(
     product: Product,
-    cut: GemmCut,
+    cut: GemmCut | StreamCut,
     count: Tensor,
     x: Tensor,
     weight: Tensor,
     norm: Tensor,
     residual: Tensor,
     out: Tensor,
+    *,
+    scale: Tensor | None = None,
 ) -> Callable[[], object]:
+    """By the kernel that the cut is of. scale: of a weight of 8 bits."""
+    multiply: Callable[..., object] = row_gemm
+    if isinstance(cut, StreamCut):
+        from engine.kernels.stream_gemm import stream_gemm  # SM90 alone
+
+        multiply = stream_gemm
     # The rows of a norm come ready from the kernel before; with a residual, the next norm's rows are made.
     ready = scale_rows(x, norm[: product.K], 1e-5) if product.norm else x
-    return lambda: row_gemm(
+    return lambda: multiply(
         ready,
         weight,
         out,
         cut=cut,
+        scale=scale,
         count=count,
         swiglu=product.swiglu,
         residual_MN=residual if product.residual else None,
