@@ -10,6 +10,7 @@ replicas' reports most of the cost is Ray's, and a call that goes through an eve
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -155,7 +156,11 @@ class SpeculationController:
                         self._end(f"the application {self._app!r} does not exist any more")
         except Exception:
             logger.exception("the controller's own work failed; it starts anew")
-            ray.kill(self._actor, no_restart=False)
+            try:
+                ray.kill(self._actor, no_restart=False)
+            except Exception:  # Ray's head may be away as well: who only answers and decides nothing must not stay
+                logger.exception("Ray cannot end the controller; its process ends itself")
+                os._exit(1)
 
     def _tick(self, now: float) -> list[tuple[Any, Push]]:
         self._take_answers()
