@@ -13,6 +13,8 @@ host.
 from collections import deque
 from collections.abc import Iterable
 
+from engine.row_buckets import sizes_up_to
+
 _FORGET = 0.8  # weight of a decode time seen before, at each new one
 _CHUNKS = 8  # that are remembered
 _REMEMBERED = 128  # steps with prompts, after which a size that took too long is tried again
@@ -30,7 +32,7 @@ def tokens_of_several(num_decode: int, width: int, waiting: Iterable[int], most:
     the first two prompts theirs sooner. So several together add no more than the decode rows themselves, or than
     SEVERAL_TOKENS beside few rows; under full load, where decode rows are many, that fills the slots of those that
     end. A backlog says that it does not: then all that fit join. Where prompts are rows beside the decode rows, these
-    many leave no filler rows (`engine.runner.decode_programs.row_buckets`), if two thirds of them are enough for it.
+    many leave no filler rows (`engine.row_buckets`), if two thirds of them are enough for it.
     """
     total = 0
     for length in waiting:
@@ -38,9 +40,7 @@ def tokens_of_several(num_decode: int, width: int, waiting: Iterable[int], most:
         if total > BACKLOG_TOKENS:
             return most
     num_rows = max(SEVERAL_TOKENS // width, num_decode)
-    power = 1 << ((num_decode + num_rows).bit_length() - 1)
-    sizes = [size for size in (power, power * 5 // 4, power * 6 // 4) if size <= num_decode + num_rows]
-    fitting = sizes[-1] - num_decode
+    fitting = sizes_up_to(num_decode + num_rows)[-1] - num_decode
     return min(most, width * (fitting if 3 * fitting >= 2 * num_rows else num_rows))
 
 

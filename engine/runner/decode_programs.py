@@ -19,6 +19,7 @@ import torch
 from engine.attention.context import AttentionContext
 from engine.config.engine import EngineConfig
 from engine.kernels.row_state import HostResults
+from engine.row_buckets import row_buckets
 from engine.runner.batch import DecodeBlock, ForwardInputs, InputBuilder, decode_block
 from engine.runner.draft_program import DecideAndDraft, Decision, SamplingNeeds
 from engine.runner.fused_rows import FusedRows
@@ -47,19 +48,6 @@ class Variant(enum.Enum):
         if traits & SlotTraits.FILTERS:
             return cls.FILTER
         return cls.DRAW if traits & (SlotTraits.DRAWS | SlotTraits.MASKS_STOPS) else cls.GREEDY
-
-
-def row_buckets(largest: int) -> tuple[int, ...]:
-    """Ascending: powers of two, from 8 on with two values between, and the largest itself.
-
-    A batch pays for its bucket's rows. Beyond 8 requests of 8 tokens or more a GPU computes longer than it reads, so
-    rows cost time there; recording another bucket costs a tenth of a second. Seven quarters of a power would cost what
-    the next power does, in products by cuBLAS on an H200 (`benchmarks/gpu_sizes.py`): those of a layer of Qwen3-8B's
-    shapes take 165 us for 224 tokens and 160 for 256.
-    """
-    powers = [1 << n for n in range(largest.bit_length())]
-    between = [power * quarter // 4 for power in powers if power >= 8 for quarter in (5, 6)]
-    return tuple(sorted({*[n for n in (*powers, *between) if n < largest], largest}))
 
 
 _ROWS_OF_ONE = 4  # up to so many rows a step may be one graph: what lies between two counts there

@@ -12,7 +12,8 @@ import torch
 from engine import LLM, DFlashDecodingConfig, SamplingParams
 from engine.kernels.row_state import NEW_BLOCKS
 from engine.request import EngineRequest
-from engine.runner.decode_programs import Variant, row_buckets
+from engine.row_buckets import row_buckets
+from engine.runner.decode_programs import Variant
 from engine.runner.prompt_programs import chunk_sizes
 from engine.runner.recorder import Repeater
 from engine.runner.slots import SlotTraits

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.row_buckets import row_buckets
 from engine.runner import decode_programs, pieces
-from engine.runner.decode_programs import row_buckets
 from engine.runner.runner import ModelRunner
 from engine.step import PrefillChunk, StepPlan
 from tests.engine.drafting import mixed_truth

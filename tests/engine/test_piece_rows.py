@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner.decode_programs import Variant, program_shapes, row_buckets
+from engine.row_buckets import row_buckets
+from engine.runner.decode_programs import Variant, program_shapes
 from engine.runner.pieces import may_mix, most_rows, num_pieces, saves_time, write_pieces
 from engine.runner.results import pack
 from engine.runner.slots import SlotTraits
