@@ -4,8 +4,9 @@
 
 The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance, through the whole engine, its
 recorded programs included. For each concurrency: milliseconds of a step between its marks on the device, of a step on
-the wall, of the host's work for it (of it: launching the recorded programs), and a table of the kernels of --steps
-steps. For each prompt length, alone: milliseconds to its first token with and without drafts, and the same table.
+the wall, of the host's work for it (of it: launching the recorded programs), all ahead of the first trace, and a table
+of the kernels of --steps steps. For each prompt length, alone: milliseconds to its first token with and without drafts,
+and the same table.
 
 `trace_table.py` tells what the tables hold, `peer_trace.py` makes them of vLLM.
 """
@@ -32,6 +33,7 @@ from engine.sampling_params import SamplingParams
 
 # The kernels with which the decode rows' target and what follows its verdict begin (context and drafts).
 PHASES = {"_take_upload_kernel": "target", "_commit_kernel": "drafter"}
+MEASURED_STEPS = 32
 
 
 def parse() -> argparse.Namespace:
@@ -130,52 +132,65 @@ def table(run: Callable[[], object], sync: Callable[[], None], scratch: Path) ->
     return reckon(device_events(path), PHASES)
 
 
-def decode(
-    driver: Driver, args: argparse.Namespace, concurrency: int, draft_len: int, vocab: int, scratch: Path
-) -> dict[str, Any]:
-    core = driver.lab.core
+def decoding(driver: Driver, args: argparse.Namespace, concurrency: int, draft_len: int, vocab: int) -> list[str]:
+    """The names of requests that all decode, for `warm_s` seconds already."""
     driver.lab.set_draft_len(draft_len)
     names = driver.add(random_prompts(concurrency, args.prompt_tokens, vocab), args.tokens)
     driver.until_all_decode(names)
     begun = time.perf_counter()
     while time.perf_counter() < begun + args.warm_s:
-        core.step()
+        driver.lab.core.step()
+    return names
+
+
+def timed(driver: Driver, args: argparse.Namespace, concurrency: int, draft_len: int, vocab: int) -> dict[str, Any]:
+    """Milliseconds of decode steps, measured before any profiler ran: it makes every later launch dearer."""
+    core, runner = driver.lab.core, driver.lab.rank.runner
+    begun = time.perf_counter()
+    names = decoding(driver, args, concurrency, draft_len, vocab)
     device_s: list[float] = []
-    original = driver.lab.rank.runner.collect
+    original = runner.collect
 
     def collect() -> Any:
         result = original()
         device_s.append(result.duration_s)
         return result
 
-    driver.lab.rank.runner.collect = collect
+    runner.collect = collect
     waited = Run(seconds=0.0, num_tokens=0)
     started, launches_s = time.perf_counter(), driver.launches_s
     with counted_waits(waited):
-        for _ in range(16):
+        for _ in range(MEASURED_STEPS):
             core.step()
-    wall_ms = 1e3 * (time.perf_counter() - started) / 16
-    launches_ms = 1e3 * (driver.launches_s - launches_s) / 16
+    wall_ms = 1e3 * (time.perf_counter() - started) / MEASURED_STEPS
+    launches_ms = 1e3 * (driver.launches_s - launches_s) / MEASURED_STEPS
     gpu = driver.monitor.since(begun + args.warm_s / 2)
-    driver.lab.rank.runner.collect = original
-
-    def steps() -> None:
-        for _ in range(args.steps):
-            core.step()
-
-    row = {
+    runner.collect = original
+    driver.end(names)
+    return {
         "concurrency": concurrency,
         "draft_len": draft_len,
         "gpu": gpu,
         "step_device_ms": round(1e3 * statistics.median(device_s), 4),
         "step_wall_ms": round(wall_ms, 4),
-        "host_ms": round(wall_ms - 1e3 * waited.wait_s / 16, 4),
+        "host_ms": round(wall_ms - 1e3 * waited.wait_s / MEASURED_STEPS, 4),
         "host_launches_ms": round(launches_ms, 4),
-        "steps": args.steps,
-        **table(steps, driver.sync, scratch),
     }
+
+
+def traced(
+    driver: Driver, args: argparse.Namespace, concurrency: int, draft_len: int, vocab: int, scratch: Path
+) -> dict[str, Any]:
+    """The table of decode steps' kernels."""
+    names = decoding(driver, args, concurrency, draft_len, vocab)
+
+    def steps() -> None:
+        for _ in range(args.steps):
+            driver.lab.core.step()
+
+    found = table(steps, driver.sync, scratch)
     driver.end(names)
-    return row
+    return {"steps": args.steps} | found
 
 
 def lone_prompt(driver: Driver, args: argparse.Namespace, length: int, vocab: int, scratch: Path) -> dict[str, Any]:
@@ -200,10 +215,13 @@ def main() -> None:
         lab = Lab(config)
         record["start_s"] = round(lab.start_s, 1)
         driver, vocab = Driver(lab, args.device, replays), config.target.vocab_size
+        cases = [(c, k) for c in reversed(args.concurrency) for k in args.measured_lens]
+        times = {case: timed(driver, args, *case, vocab) for case in cases}
+        for row in times.values():
+            print("TIMED", json.dumps(row), flush=True)
         parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-            (f"{c} requests, K = {k}", lambda c=c, k=k: decode(driver, args, c, k, vocab, scratch))
-            for c in reversed(args.concurrency)
-            for k in args.measured_lens
+            (f"{c} requests, K = {k}", lambda c=c, k=k: times[c, k] | traced(driver, args, c, k, vocab, scratch))
+            for c, k in cases
         ]
         parts += [(f"prompt of {n}", lambda n=n: lone_prompt(driver, args, n, vocab, scratch)) for n in args.prompts]
         for name, part in parts:
