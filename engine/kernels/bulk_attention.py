@@ -90,16 +90,19 @@ def _bulk_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    other_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(other_ready, count=1)
+    q_ready, other_ready = empty, empty
     other_values, other_stat = q_tile, q_tile
     if GROUPS > 1:
+        # One group has no use for these, and where nobody uses a barrier any more the compiler puts what the warps are
+        # told: the number of units and their rows would lie over an object that still is a barrier.
+        q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        other_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(q_ready, count=1)
+        mbarrier.init(other_ready, count=1)
         other_values = gl.allocate_shared_memory(gl.float32, [BM, D], PAIRS)
         other_stat = gl.allocate_shared_memory(gl.float32, [2, BM], LINE)
     fence_async_shared()
