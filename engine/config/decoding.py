@@ -4,9 +4,9 @@ Names, defaults, validation and messages follow `tensorrt_llm.llmapi.DFlashDecod
 loads here. The class accepts what that class accepts; what this engine cannot run is refused when an engine is made of
 it (`engine.config.resolve`), where the checkpoints are known.
 
-Differences, all towards an earlier or clearer message: an empty `draft_len_schedule` is refused by name,
-`tokens_per_gen_step` without `max_draft_len` raises ValueError, and the dump of a config that used `max_concurrency`
-loads again.
+Differences, all towards an earlier or clearer message: an empty `draft_len_schedule` is refused by name, and so is a
+boolean in place of a number; `tokens_per_gen_step` without `max_draft_len` raises ValueError, and the dump of a config
+that used `max_concurrency` loads again.
 """
 
 import enum
@@ -28,6 +28,18 @@ from pydantic import (
 from pydantic_core.core_schema import ValidationInfo
 
 logger = logging.getLogger(__name__)
+
+# Fields of numbers, of every class below.
+_NUMBERS = (
+    "max_draft_len",
+    "max_total_draft_tokens",
+    "max_concurrency",
+    "draft_len_schedule",
+    "acceptance_rate_window_size",
+    "acceptance_rate_threshold",
+    "mask_token_id",
+    "target_layer_ids",
+)
 
 
 @functools.cache
@@ -135,6 +147,15 @@ class DecodingBaseConfig(BaseModel):
         if isinstance(data, dict) and "allow_advanced_sampling" in data:
             warn_of_allow_advanced_sampling()
         return data
+
+    @field_validator(*_NUMBERS, mode="before", check_fields=False)
+    @classmethod
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """True is no 1, although pydantic and Python take it for one."""
+        parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if any(isinstance(part, bool) for part in parts):
+            raise ValueError(f"{info.field_name}: must be a number, not true or false, got {value!r}")
+        return value
 
     @field_validator("draft_len_schedule")
     @classmethod

@@ -3,9 +3,9 @@
 import itertools
 import logging
 from collections.abc import Sequence
-from numbers import Integral
 
 from engine.config.decoding import DFlashDecodingConfig
+from engine.config.options import whole_numbers
 from engine.speculative.schedule import round_down
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,7 @@ def resolve_choices(max_draft_len: int, given: Sequence[int] | None) -> tuple[in
     """
     if given is None:
         return tuple(sorted({*(choice for choice in DEFAULT_CHOICES if choice <= max_draft_len), max_draft_len}))
-    choices = tuple(given)
-    if any([isinstance(choice, bool) or not isinstance(choice, Integral) for choice in choices]):
-        raise ValueError(f"draft_len_choices: must be whole numbers, got {list(choices)}")
+    choices = whole_numbers("draft_len_choices", given)
     if not choices or choices[0] != 0 or any(a >= b for a, b in itertools.pairwise(choices)):
         raise ValueError(f"draft_len_choices: must ascend strictly and start with 0, got {list(choices)}")
     if choices[-1] != max_draft_len:

@@ -5,6 +5,7 @@ import logging
 from typing import Literal, cast, get_args
 
 from engine.config.decoding import DFlashDecodingConfig
+from engine.config.options import check_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,8 @@ def resolve_draft_sampling(
     Raises:
         ValueError: an unknown draft_sampling, or one that the verification excludes.
     """
-    allowed = get_args(DraftSampling)
-    if draft_sampling is not None and draft_sampling not in allowed:
-        raise ValueError(f"draft_sampling: must be one of {', '.join(allowed)}, got {draft_sampling!r}")
+    if draft_sampling is not None:
+        check_one_of("draft_sampling", draft_sampling, get_args(DraftSampling))
     use_rejection_sampling = config.use_rejection_sampling
     if use_rejection_sampling:
         obstacle = _obstacle(draft_sampling, device)

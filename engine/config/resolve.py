@@ -5,7 +5,6 @@ Everything a user asked for ends in the result, in a refusal that names the fiel
 
 import logging
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Literal, cast
 
@@ -25,6 +24,7 @@ from engine.config.engine import EngineConfig
 from engine.config.identity import engine_identity
 from engine.config.machine import Machine, probe_machine
 from engine.config.model import DrafterConfig, TargetConfig, parse_target_config
+from engine.config.options import check_flag, check_one_of, check_whole, is_finite, is_whole
 from engine.config.weight_types import resolve_drafter_weights, resolve_dtype
 from engine.simulated.profile import SimulationOptions, load_simulation
 from engine.weights.checkpoint import count_parameters
@@ -119,6 +119,11 @@ def resolve_engine_config(
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
         },
         whole={"max_model_len": max_model_len, "draft_block_width": draft_block_width},
+        flags={
+            "drafter_tensor_parallel": drafter_tensor_parallel,
+            "enable_prefix_caching": enable_prefix_caching,
+            "debug_checks": debug_checks,
+        },
         machine=found,
     )
     if speculative_config is not None:
@@ -134,12 +139,13 @@ def resolve_engine_config(
             if value is not None:
                 raise ValueError(f"{name}: has no effect without speculative_config; leave it out")
 
-    if inter_token_target_ms is not None and not 0.0 < inter_token_target_ms < float("inf"):
+    if inter_token_target_ms is not None and not (is_finite(inter_token_target_ms) and inter_token_target_ms > 0.0):
         raise ValueError(
-            f"inter_token_target_ms: must be a positive number of milliseconds, got {inter_token_target_ms}"
+            "inter_token_target_ms: must be a positive number of milliseconds, or left out, got "
+            f"{inter_token_target_ms!r}"
         )
-    if not 0.0 <= shadow_time_share <= 0.5:
-        raise ValueError(f"shadow_time_share: must lie between 0 and 0.5, got {shadow_time_share}")
+    if not (is_finite(shadow_time_share) and 0.0 <= shadow_time_share <= 0.5):
+        raise ValueError(f"shadow_time_share: must be a number between 0 and 0.5, got {shadow_time_share!r}")
     if (simulation is not None) != (device == "simulated"):
         raise ValueError("simulation: device 'simulated' needs it, and no other device takes it")
     if device == "simulated" and synthetic_acceptance_length is not None:
@@ -248,17 +254,20 @@ def _check_options(
     pipeline_depth: int | None,
     at_least_one: dict[str, int | None],
     whole: dict[str, int | None],
+    flags: dict[str, bool],
     machine: Machine,
 ) -> None:
-    _one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
-    _one_of("device", device, ("cpu", "cuda", "simulated"))
-    _one_of("hidden_state_gather", hidden_state_gather, ("taps", "fused"))
-    _one_of("drafter_weights", drafter_weights, ("auto", "model", "int8"))
-    _one_of("load_format", load_format, _LOAD_FORMATS)
+    check_one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
+    check_one_of("device", device, ("cpu", "cuda", "simulated"))
+    check_one_of("hidden_state_gather", hidden_state_gather, ("taps", "fused"))
+    check_one_of("drafter_weights", drafter_weights, ("auto", "model", "int8"))
+    check_one_of("load_format", load_format, _LOAD_FORMATS)
     for name, value in (at_least_one | whole).items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise ValueError(f"{name}: must be a whole number, got {value!r}")
-    if pipeline_depth not in (None, 0, 1):
+        if value is not None:
+            check_whole(name, value)
+    for name, given in flags.items():
+        check_flag(name, given)
+    if pipeline_depth is not None and not (is_whole(pipeline_depth) and pipeline_depth in (0, 1)):
         raise ValueError(f"pipeline_depth: must be 0 or 1, got {pipeline_depth!r}")
     for name, value in at_least_one.items():
         if value is not None and value < 1:
@@ -273,13 +282,10 @@ def _check_options(
         raise ValueError("device: 'cuda' needs an NVIDIA GPU and a CUDA build of torch, and none is visible; use 'cpu'")
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: must be one of {', '.join(allowed)}, got {value!r}")
-
-
 def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Machine) -> None:
     """Values the config class accepts and this engine cannot run."""
+    if not isinstance(config, DFlashDecodingConfig):
+        raise ValueError(f"speculative_config: must be a DFlashDecodingConfig, got a {type(config).__name__}")
     if config.speculative_model is None:
         raise ValueError("speculative_config.speculative_model: must be specified for DFlash: the drafter's source")
     if config.max_draft_len is None:
@@ -290,7 +296,7 @@ def _refuse_unsupported(config: DFlashDecodingConfig, device: str, machine: Mach
             "decode without drafts"
         )
     if config.load_format is not None:
-        _one_of("speculative_config.load_format", config.load_format, _LOAD_FORMATS)
+        check_one_of("speculative_config.load_format", config.load_format, _LOAD_FORMATS)
     check_attention_backend(config.attention_backend, device, machine)
     if bool(config.acceptance_rate_window_size) != (config.acceptance_rate_threshold is not None):
         logger.warning(
@@ -321,9 +327,10 @@ def _resolve_pipeline_depth(given: int | None, device: str) -> Literal[0, 1]:
 def _check_synthetic(length: float | None, max_draft_len: int) -> float | None:
     if length is None:
         return None
-    if not 1.0 <= length <= max_draft_len + 1:
+    if not (is_finite(length) and 1.0 <= length <= max_draft_len + 1):
         raise ValueError(
-            f"synthetic_acceptance_length: must lie between 1 and max_draft_len + 1 = {max_draft_len + 1}, got {length}"
+            "synthetic_acceptance_length: must lie between 1 and max_draft_len + 1 = "
+            f"{max_draft_len + 1}, got {length!r}"
         )
     logger.warning(
         "synthetic_acceptance_length: drafts are accepted by decree (%s tokens a step); the output means nothing",
@@ -337,7 +344,7 @@ def _resolve_decode_programs(
 ) -> Literal["graphs", "repeated", "eager"]:
     if given is None:
         given = "graphs" if device == "cuda" else "eager"
-    _one_of("decode_programs", given, ("graphs", "repeated", "eager"))
+    check_one_of("decode_programs", given, ("graphs", "repeated", "eager"))
     if given == "graphs" and device != "cuda":
         raise ValueError("decode_programs: 'graphs' needs device 'cuda'; use 'eager' or 'repeated'")
     if given == "graphs" and debug_checks:

@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 import yaml
 
+from engine.config.options import is_finite
 from engine.step_table import StepTable, load_step_table
 
 T = TypeVar("T")
@@ -101,8 +102,8 @@ def load_simulation(options: SimulationOptions, *, max_num_seqs: int, draft_len_
             f"simulation.steps: {options.steps} has no times for the draft lengths {missing}; extend the table, or set "
             f"draft_len_choices to some of {list(steps.draft_lens)}"
         )
-    if not 0.0 < options.speed < math.inf:
-        raise ValueError(f"simulation.speed: must be above 0, got {options.speed}")
+    if not (is_finite(options.speed) and options.speed > 0.0):
+        raise ValueError(f"simulation.speed: must be a finite number above 0, got {options.speed!r}")
     return Simulation(steps=steps, acceptance=acceptance, speed=options.speed)
 
 

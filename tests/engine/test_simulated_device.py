@@ -262,7 +262,7 @@ def test_a_simulated_rank_imports_no_torch() -> None:
         ),
         (
             {"simulation": SimulationOptions(steps=FILES.steps, acceptance=FILES.acceptance, speed=0.0)},
-            "simulation.speed: must be above 0",
+            "simulation.speed: must be a finite number above 0",
         ),
     ],
 )

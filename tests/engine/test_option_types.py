@@ -1,0 +1,148 @@
+"""Options of a wrong type are refused by name, each of them: nothing else is taken for a number, or for True or False."""
+
+import inspect
+import math
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import ConfigError, parse_config
+from engine.config.decoding import DFlashDecodingConfig
+from engine.config.resolve import resolve_engine_config
+from engine.llm import LLM
+from engine.simulated.profile import SimulationOptions, load_simulation
+from tests.engine.resolving import CPU, DRAFTER, TARGET, resolve, spec, write_checkpoint
+
+WHOLE = (
+    "max_model_len",
+    "tensor_parallel_size",
+    "threads",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory_bytes",
+    "pipeline_depth",
+    "draft_block_width",
+)
+REAL = ("inter_token_target_ms", "synthetic_acceptance_length", "shadow_time_share")
+FLAGS = ("drafter_tensor_parallel", "enable_prefix_caching", "debug_checks")
+NOT_WHOLE = ["4", 4.0, True, [4], math.nan]
+NOT_REAL = ["5", True, [5.0], 5j, math.nan, math.inf, -math.inf]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return write_checkpoint(root / "target", TARGET), write_checkpoint(root / "drafter", DRAFTER)
+
+
+def test_every_option_of_these_types_is_tried() -> None:
+    found: dict[str, set[str]] = {"int": set(), "float": set(), "bool": set()}
+    for name, option in inspect.signature(resolve_engine_config).parameters.items():
+        for part in typing.get_args(option.annotation) or (option.annotation,):
+            if part in (int, float, bool):
+                found[part.__name__].add(name)
+    assert found == {"int": set(WHOLE), "float": set(REAL), "bool": set(FLAGS)}
+
+
+@pytest.mark.parametrize("value", NOT_WHOLE, ids=repr)
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers(checkpoints: tuple[Path, Path], name: str, value: Any) -> None:
+    message = "must be 0 or 1" if name == "pipeline_depth" else "must be a whole number"
+    with pytest.raises(ValueError, match=rf"^{name}: {message}, got {re.escape(repr(value))}$"):
+        resolve(checkpoints[0], spec(checkpoints[1]), **{name: value})
+
+
+@pytest.mark.parametrize("value", ["07", [0, "7"], [0, 7.0], [False, 7], [0, math.nan], [0, [7]], 7, True])
+def test_lists_of_whole_numbers(checkpoints: tuple[Path, Path], value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^draft_len_choices: must be (a list of )?whole numbers, got "):
+        resolve(checkpoints[0], spec(checkpoints[1]), draft_len_choices=value)
+
+
+@pytest.mark.parametrize("value", NOT_REAL, ids=repr)
+@pytest.mark.parametrize("name", REAL)
+def test_real_numbers(checkpoints: tuple[Path, Path], name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: must .*, got {re.escape(repr(value))}$"):
+        resolve(checkpoints[0], spec(checkpoints[1]), **{name: value})
+
+
+@pytest.mark.parametrize("value", ["false", "", 0, 1, [], None], ids=repr)
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags(checkpoints: tuple[Path, Path], name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: must be True or False, got {re.escape(repr(value))}$"):
+        resolve(checkpoints[0], spec(checkpoints[1]), **{name: value})
+
+
+@pytest.mark.parametrize("value", NOT_REAL, ids=repr)
+def test_speed_of_a_simulation(value: Any) -> None:
+    files = Path(__file__).parents[2] / "configs" / "sim"
+    options = SimulationOptions(
+        steps=str(files / "steps" / "cpu2-smollm2-135m.yaml"),
+        acceptance=str(files / "acceptance" / "easy-and-hard.yaml"),
+        speed=value,
+    )
+    with pytest.raises(ValueError, match=r"^simulation\.speed: must be a finite number above 0, got "):
+        load_simulation(options, max_num_seqs=1, draft_len_choices=(0,))
+
+
+def test_numbers_of_other_types_are_numbers(checkpoints: tuple[Path, Path]) -> None:
+    config = resolve(
+        checkpoints[0],
+        spec(checkpoints[1]),
+        max_num_seqs=np.int64(3),
+        pipeline_depth=np.int64(1),
+        draft_len_choices=np.array([0, 7]),
+        inter_token_target_ms=5,
+        synthetic_acceptance_length=np.float32(2.5),
+    )
+    assert (config.max_num_seqs, config.pipeline_depth, config.draft_len_choices) == (3, 1, (0, 7))
+    assert (config.inter_token_target_ms, config.synthetic_acceptance_length) == (5, 2.5)
+
+
+@pytest.mark.parametrize("given", [{"max_draft_len": 7}, "drafter"], ids=str)
+def test_a_speculative_config_that_is_none(checkpoints: tuple[Path, Path], given: Any) -> None:
+    with pytest.raises(ValueError, match=r"speculative_config: must be a DFlashDecodingConfig, got a (dict|str)"):
+        resolve(checkpoints[0], given)
+
+
+@pytest.mark.parametrize("value", ["5", True], ids=repr)
+def test_the_offline_api_says_so_too(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^inter_token_target_ms: must be a positive number of milliseconds"):
+        LLM("nowhere", inter_token_target_ms=value, machine=CPU)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_draft_len": True},
+        {"max_total_draft_tokens": True},
+        {"max_concurrency": True},
+        {"acceptance_rate_window_size": False},
+        {"acceptance_rate_threshold": True},
+        {"mask_token_id": False},
+        {"target_layer_ids": [0, True]},
+        {"draft_len_schedule": {True: 7}},
+        {"draft_len_schedule": {4: True}},
+    ],
+    ids=str,
+)
+def test_booleans_in_a_speculative_config(given: dict[str, Any]) -> None:
+    name = next(iter(given))
+    with pytest.raises(ValidationError, match=f"{name}: must be a number, not true or false, got"):
+        DFlashDecodingConfig(**given)
+    with pytest.raises(ConfigError, match=rf"speculative_config\.{name}: must be a number, not true or false, got"):
+        parse_config({"model": {"source": "owner/model"}, "speculative_config": given}, base_dir=Path("/"))
+
+
+@pytest.mark.parametrize("value", ["5", True, math.nan, math.inf, 0.0, -1.0], ids=repr)
+@pytest.mark.parametrize("name", ["inter_token_target_ms", "synthetic_acceptance_length"])
+def test_a_config_file_says_so_too(name: str, value: Any) -> None:
+    given = {"model": {"source": "owner/model"}, "engine": {name: value}}
+    with pytest.raises(ConfigError, match=rf"engine\.{name}: input should be "):
+        parse_config(given, base_dir=Path("/"))
