@@ -1,4 +1,4 @@
-"""Options of a wrong type are refused by name, each of them: nothing else is taken for a number, or for True or False."""
+"""Options of a wrong type are refused by name: nothing else is taken for a number, or for True or False."""
 
 import inspect
 import math
