@@ -80,7 +80,7 @@ def ray_cluster() -> Iterator[None]:
     """
     import ray
 
-    from cluster.cli.local_ray import descendants
+    from cluster.cli.local_ray import PROXY_MIDDLEWARES, descendants
 
     before = set(descendants(os.getpid()))
     ray.init(
@@ -90,7 +90,12 @@ def ray_cluster() -> Iterator[None]:
         object_store_memory=RAY_OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level="error",
-        runtime_env={"env_vars": {"PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}},
+        runtime_env={
+            "env_vars": {
+                "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+                "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
+            }
+        },
     )
     started = set(descendants(os.getpid())) - before
     yield

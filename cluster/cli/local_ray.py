@@ -19,6 +19,7 @@ from engine.parallel.process_identity import ProcessIdentity
 # Serve moves requests and answers through actor calls; its object store needs no more than Ray's minimum and some room.
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _PROXY_START_S = 30
+PROXY_MIDDLEWARES = "cluster.proxy_errors.middlewares"  # a function that Serve's proxies call
 # What Ray does by the clock costs the same with and without requests, a quarter of a core by default, which on a small
 # machine is the engine's. Read by Ray's processes when they start; what the user has set stays.
 _PATIENT_RAY = {
@@ -65,6 +66,7 @@ def start(*, num_cpus: int, dashboard: bool, verbose: bool) -> None:
     """Start a Ray cluster on this machine and connect to it. Its processes die with this one, however it dies."""
     # Serve starts a proxy anew, with all that takes, when it has not answered three times for so long: 5 s by default.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(_PROXY_START_S))
+    os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", PROXY_MIDDLEWARES)
     if not dashboard:
         for name, value in _PATIENT_RAY.items():
             os.environ.setdefault(name, value)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 # HTTP status -> OpenAI's error type.
 ERROR_TYPES: Mapping[int, str] = {
@@ -81,6 +82,11 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Headers that belong to this error."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def error_response(error: ApiError) -> Response:
+    """The envelope with its status and headers."""
+    return Response(error.encode(), status_code=error.status, media_type="application/json", headers=error.headers())
 
 
 def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:

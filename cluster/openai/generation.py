@@ -183,22 +183,26 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[ChoiceUpdate, None]:
         """Updates of several choices through one bounded queue; the first failure ends all."""
-        queue: asyncio.Queue[ChoiceUpdate | Exception] = asyncio.Queue(maxsize=2 * len(self.choices))
+        queue: asyncio.Queue[ChoiceUpdate | BaseException] = asyncio.Queue(maxsize=2 * len(self.choices))
 
         async def pump(choice: Choice) -> None:
             try:
                 async with aclosing(self._single(choice)) as updates:
                     async for update in updates:
                         await queue.put(update)
-            except Exception as error:
-                await queue.put(error)
+            except BaseException as error:
+                task = asyncio.current_task()
+                assert task is not None
+                if task.cancelling():
+                    raise
+                await queue.put(error)  # a cancellation too, if it was not of this task: somebody waits for the choice
 
         tasks = [asyncio.create_task(pump(choice)) for choice in self.choices]
         try:
             num_running = len(tasks)
             while num_running:
                 item = await queue.get()
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 num_running -= item.finish_reason is not None
                 yield item

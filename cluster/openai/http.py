@@ -15,7 +15,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.openai.errors import ApiError, body_too_large, clip, from_validation, internal_error
+from cluster.admission import RETRY_AFTER_S
+from cluster.openai.errors import (
+    ApiError,
+    body_too_large,
+    clip,
+    error_response,
+    from_validation,
+    internal_error,
+    unavailable,
+)
 from cluster.openai.generation import Generation
 from cluster.openai.responses import response_body, response_chunks
 from cluster.openai.service import PendingGeneration
@@ -46,11 +55,6 @@ async def read_body(request: Request, model: type[BodyT], *, max_bytes: int) -> 
         raise from_validation(error.errors(include_input=False, include_url=False)) from error
 
 
-def error_response(error: ApiError) -> Response:
-    """The envelope with its status and headers."""
-    return Response(error.encode(), status_code=error.status, media_type="application/json", headers=error.headers())
-
-
 class GenerationResponse(Response):
     """Runs a generation and sends it: as one JSON body, or as events.
 
@@ -69,8 +73,7 @@ class GenerationResponse(Response):
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await work
+            await (work if work.done() else gone)  # raises what either failed with
         finally:
             work.cancel()
             gone.cancel()
@@ -121,7 +124,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EnvelopeMiddleware:
-    """Turns what no handler caught into the 500 envelope, and echoes X-Request-Id (or makes one).
+    """Turns what no handler caught into the envelope, 500 as a rule, and echoes X-Request-Id (or makes one).
 
     echoes_request_id: False where the server in front writes the header itself, as Ray Serve does.
     fabrication: mark every response, errors too, with `x-dflash-<fabrication>: 1`; None: with nothing.
@@ -159,6 +162,14 @@ class EnvelopeMiddleware:
                 raise  # the server closes the connection without a proper end, so the client sees the break
             logger.exception("Request %s to %s failed.", request_id, clip(scope["path"]))
             await error_response(internal_error())(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if is_started or task is None or task.cancelling():
+                raise
+            # Nobody cancelled the request, but something that it waited for.
+            logger.exception("What request %s to %s waited for was cancelled.", request_id, clip(scope["path"]))
+            error = unavailable("The server stopped working on this request; try again.", retry_after_s=RETRY_AFTER_S)
+            await error_response(error)(scope, receive, send_with_id)
 
 
 def _request_id(scope: Scope) -> str:

@@ -80,6 +80,17 @@ def test_an_error_of_one_request_says_why(server: ApiServer, fail_after: int):
     }
 
 
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_cancellation_inside_the_server_is_answered(server: ApiServer, num_choices: int):
+    def cancelled(_: EngineRequest) -> str:
+        raise asyncio.CancelledError  # what awaiting a cancelled future raises, though nobody cancelled the request
+
+    server.engine.text = cancelled
+    reply = server.http.post("/v1/chat/completions", json=CHAT | {"n": num_choices}, timeout=5)
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert reply.json()["error"]["code"] == "overloaded"
+
+
 def test_a_refusal_of_the_engine_is_the_clients_error(server: ApiServer):
     server.engine.fail_after = 0
     server.engine.failure = ValueError("min_p: this engine says no")

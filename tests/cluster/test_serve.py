@@ -1,7 +1,9 @@
 """The application under Ray Serve with a scripted engine: requests, live values, and replicas that end."""
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -40,6 +42,8 @@ class FakeGroup:
         self._death = asyncio.Event()
 
     def _answer(self, request) -> str:
+        if "vanish" in self.client.tokenizer.decode(request.prompt_token_ids):
+            os._exit(1)
         if "die" in self.client.tokenizer.decode(request.prompt_token_ids):
             self._death.set()
             raise EngineDeadError("rank 0 exited with code -9")
@@ -116,18 +120,30 @@ def test_a_dead_engine_ends_the_replica_and_a_new_one_serves(url: str):
     reply = httpx.post(url + "/v1/completions", json=TEXT | {"prompt": "die"}, timeout=20)
     assert reply.status_code == 503
     assert reply.headers["retry-after"] == "1"
-    deadline = time.monotonic() + 40
-    while True:
-        try:
-            reply = httpx.post(url + "/v1/completions", json=TEXT, timeout=5)
-            if reply.status_code == 200 and replica_of(url) != before:
-                break
-        except httpx.HTTPError:
-            pass  # the proxy may cut a request to the ending replica
-        assert time.monotonic() < deadline, "no new replica"
-        time.sleep(0.5)
+    wait_for_another(url, before)
     assert death_notes.take("toy") == ["rank 0 exited with code -9"]
     assert death_notes.take("toy") == []
+
+
+def test_a_replica_that_is_gone_with_a_request_is_a_503(url: str):
+    before = replica_of(url)
+    reply = httpx.post(url + "/v1/completions", json=TEXT | {"prompt": "vanish", "stream": True}, timeout=20)
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert reply.json()["error"]["message"].startswith("The replica that worked on this request has ended")
+    wait_for_another(url, before)
+
+
+def wait_for_another(url: str, before: str) -> None:
+    """Until a replica other than `before` serves; all that clients read in between is in the envelope."""
+    deadline = time.monotonic() + 40
+    while True:
+        with contextlib.suppress(httpx.HTTPError):  # nobody has answered within the time-out
+            reply = httpx.post(url + "/v1/completions", json=TEXT, timeout=5)
+            if reply.status_code == 200 and replica_of(url) != before:
+                return
+            assert reply.status_code == 200 or reply.json()["error"]["code"], reply.text
+        assert time.monotonic() < deadline, "no new replica"
+        time.sleep(0.5)
 
 
 class Open:
