@@ -123,6 +123,11 @@ class Lab:
         self._version += 1
         self.core.apply_schedule((1, self._version), {self.config.max_num_seqs: draft_len})
 
+    def drain(self) -> None:
+        """Until the device is at rest: a step may be under way behind the last request's end, and is this core's."""
+        while self.core.has_work():
+            self.core.step()
+
     def run(self, prompts: list[list[int]], num_tokens: int, *, temperature: float = 0.0, **params: Any) -> Run:
         """All prompts at once, num_tokens each (end-of-sequence ignored unless told otherwise)."""
         settings = dict(temperature=temperature, max_tokens=num_tokens, ignore_eos=True, detokenize=False) | params

@@ -63,6 +63,7 @@ def measure(lab: Lab, args: argparse.Namespace, target_ms: float) -> dict[str, A
     outputs = [trace.outputs for trace in traces[: args.streams]]
     gaps = [b - a for times in outputs for (a, _), (b, _) in itertools.pairwise(times)]
     first = [1e3 * (trace.outputs[0][0] - trace.start_s) for trace in traces[args.streams :]]
+    lab.drain()
     lab.core.check_integrity()
     return {
         "gap_p50_ms": rows["gap_p50_ms"],

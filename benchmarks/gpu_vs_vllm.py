@@ -139,13 +139,8 @@ def arrivals_at_targets(
     lab: Lab, load: Load, draft_len: int, rows: Sequence[dict[str, Any]], say: Callable[[dict[str, Any]], None]
 ) -> None:
     """Arrivals again, by an engine core for each inter-token target over the same device."""
-
-    def drain() -> None:  # the step that is still under way behind the last request's end is that core's
-        while lab.core.has_work():
-            lab.core.step()
-
     args, plain = load.args, lab.core
-    drain()
+    lab.drain()
     saturated = [row["requests_per_s"] for row in rows if row["draft_len"] == draft_len and row.get("saturated")]
     for target_ms in args.inter_token_target_ms:
         lab.core = EngineCore(config=replace(lab.config, inter_token_target_ms=target_ms), runner=lab.rank.runner)
@@ -154,7 +149,7 @@ def arrivals_at_targets(
         place = dict(part="poisson", draft_len=draft_len, inter_token_target_ms=target_ms)
         for rate in args.rates or [args.share * most for most in saturated]:
             say(place | load.arrivals(OurEngine(lab), rate, "given" if args.rates else "own"))
-        drain()
+        lab.drain()
         lab.core.check_integrity()
     lab.core = plain
 
