@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from engine.config.decoding import DFlashDecodingConfig
-from engine.config.options import whole_numbers
+from engine.config.options import is_finite, whole_numbers
 from engine.speculative.schedule import round_down
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,22 @@ def check_block_width(width: int | None, max_draft_len: int, trained: int) -> No
         raise ValueError(f"draft_block_width: {limits}, got {width}; lower it, or leave it out for {trained}")
     fewer = f", or lower speculative_config.max_draft_len to at most {width - 1}" if width > 1 else ""
     raise ValueError(f"draft_block_width: {limits}, got {width}; raise it{fewer}")
+
+
+def check_synthetic_length(length: float | None, max_draft_len: int) -> float | None:
+    """The mean of tokens a step that drafts are accepted for by decree. Raises ValueError where no such mean can be."""
+    if length is None:
+        return None
+    if not (is_finite(length) and 1.0 <= length <= max_draft_len + 1):
+        raise ValueError(
+            "synthetic_acceptance_length: must lie between 1 and max_draft_len + 1 = "
+            f"{max_draft_len + 1}, got {length!r}"
+        )
+    logger.warning(
+        "synthetic_acceptance_length: drafts are accepted by decree (%s tokens a step); the output means nothing",
+        length,
+    )
+    return length
 
 
 def resolve_choices(max_draft_len: int, given: Sequence[int] | None) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from engine.config.decoding import AdvancedSamplingMode, DFlashDecodingConfig
 from engine.config.draft_lengths import (
     check_block_width,
     check_max_draft_len,
+    check_synthetic_length,
     resolve_choices,
     resolve_schedule,
     rows_of_largest_step,
@@ -217,7 +218,7 @@ def resolve_engine_config(
         gate_window=gate_window,
         gate_threshold=gate_threshold,
         decode_programs=_resolve_decode_programs(decode_programs, device, debug_checks),
-        synthetic_acceptance_length=_check_synthetic(synthetic_acceptance_length, choices[-1]),
+        synthetic_acceptance_length=check_synthetic_length(synthetic_acceptance_length, choices[-1]),
         # As with TensorRT-LLM, the option is one of speculative decoding: plain decoding always has penalties.
         enable_penalty=speculative_config is None or speculative_config.enable_penalty,
         enable_top_k=mode not in (AdvancedSamplingMode.NO_TOPK, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
@@ -322,21 +323,6 @@ def _resolve_pipeline_depth(given: int | None, device: str) -> Literal[0, 1]:
     if given is None:
         return 0 if device == "cpu" else 1
     return 0 if given == 0 else 1
-
-
-def _check_synthetic(length: float | None, max_draft_len: int) -> float | None:
-    if length is None:
-        return None
-    if not (is_finite(length) and 1.0 <= length <= max_draft_len + 1):
-        raise ValueError(
-            "synthetic_acceptance_length: must lie between 1 and max_draft_len + 1 = "
-            f"{max_draft_len + 1}, got {length!r}"
-        )
-    logger.warning(
-        "synthetic_acceptance_length: drafts are accepted by decree (%s tokens a step); the output means nothing",
-        length,
-    )
-    return length
 
 
 def _resolve_decode_programs(
