@@ -12,17 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.engine import EngineConfig
-from engine.parallel.plan_ring import PlanReader, PlanRingClosed
+from engine.parallel.plan_channel import follow_plans
+from engine.parallel.plan_ring import PlanReader
 from engine.parallel.tp_group import TpGroup
 from engine.rank_factory import make_rank
 from engine.runner.memory_probe import given_blocks_fit, measured_config, run_largest_steps
 from engine.runner.runner import ModelRunner
-from engine.step import StepPlan
 from engine.weights.loader import load_drafter, load_target
 
 logger = logging.getLogger(__name__)
@@ -111,14 +110,7 @@ class EngineRank:
         Raises:
             PlanRingError: rank 0 died.
         """
-        decoder = msgspec.msgpack.Decoder(StepPlan)
-        while True:
-            try:
-                message = reader.recv(timeout_s=None)
-            except PlanRingClosed:
-                return
-            self.runner.launch(decoder.decode(message))
-            self.runner.discard()
+        follow_plans(reader, self.runner)
 
     def close(self) -> None:
         """Leave the process group."""

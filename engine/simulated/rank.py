@@ -5,14 +5,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine.config.engine import EngineConfig
-from engine.parallel.plan_ring import PlanReader, PlanRingClosed
+from engine.parallel.plan_channel import follow_plans
+from engine.parallel.plan_ring import PlanReader
 from engine.simulated.runner import SimulatedRunner
-from engine.step import StepPlan
 
 _WORD = re.compile("[\u0120\u2581][A-Za-z]+")  # behind a byte-level or a sentencepiece blank
 
@@ -35,14 +34,7 @@ class SimulatedRank:
         Raises:
             PlanRingError: rank 0 died.
         """
-        decoder = msgspec.msgpack.Decoder(StepPlan)
-        while True:
-            try:
-                message = reader.recv(timeout_s=None)
-            except PlanRingClosed:
-                return
-            self.runner.launch(decoder.decode(message))
-            self.runner.discard()
+        follow_plans(reader, self.runner)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -61,13 +61,8 @@ def test_a_failing_constructor_ends_the_wait_with_its_cause(ray_serve: int) -> N
     serve.delete("bad")
 
 
-def test_nothing_outlives_a_hard_end(repo_root: Path) -> None:
-    script = (
-        "import os, time; from cluster.cli import local_ray;"
-        "local_ray.start(num_cpus=1, dashboard=False, verbose=False);"
-        "import ray; time.sleep(1); assert ray.nodes()[0]['Alive'];"  # it stays once it has started
-        "print(*local_ray.descendants(os.getpid()), flush=True); local_ray.end_at_once()"
-    )
+def pids_that_it_says(script: str, repo_root: Path, *, status: int) -> set[int]:
+    """Of the processes that a program started. It ends with this status."""
     child = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -75,9 +70,20 @@ def test_nothing_outlives_a_hard_end(repo_root: Path) -> None:
         timeout=120,
         env=os.environ | {"PYTHONPATH": str(repo_root)},
     )
-    assert child.returncode == 130, child.stderr
+    assert child.returncode == status, child.stderr
     started = {int(pid) for pid in child.stdout.split()}
     assert started
+    return started
+
+
+def test_nothing_outlives_a_hard_end(repo_root: Path) -> None:
+    script = (
+        "import os, time; from cluster.cli import local_ray;"
+        "local_ray.start(num_cpus=1, dashboard=False, verbose=False);"
+        "import ray; time.sleep(1); assert ray.nodes()[0]['Alive'];"  # it stays once it has started
+        "print(*local_ray.descendants(os.getpid()), flush=True); local_ray.end_at_once()"
+    )
+    started = pids_that_it_says(script, repo_root, status=130)
     deadline_s = time.monotonic() + 10
     while alive := {pid for pid in started if _runs(pid)}:
         assert time.monotonic() < deadline_s, alive
@@ -105,16 +111,7 @@ except Stop:
     print(*local_ray.descendants(os.getpid()), flush=True)
     local_ray.shutdown()
 """
-    child = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(repo_root)},
-    )
-    assert child.returncode == 0, child.stderr
-    started = {int(pid) for pid in child.stdout.split()}
-    assert started
+    started = pids_that_it_says(script, repo_root, status=0)
     deadline_s = time.monotonic() + 20
     while alive := {pid for pid in started if _runs(pid)}:
         assert time.monotonic() < deadline_s, alive

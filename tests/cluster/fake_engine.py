@@ -20,10 +20,10 @@ from cluster.metrics import ServeMetrics
 from cluster.openai.api import create_app
 from cluster.openai.params import SamplingDefaults
 from cluster.openai.service import OpenAIService, ServedModel
-from engine.core import EngineStats
 from engine.request import EngineRequest, TokenDelta
 from engine.step import TokenLogprobs
 from engine.tokenizer import Tokenizer
+from tests.stats import engine_stats
 
 MODEL = "toy/model"
 MAX_MODEL_LEN = 400
@@ -149,18 +149,8 @@ class FakeEngine:
 
     async def stats(self) -> Any:
         await self.check_health()
-        return EngineStats(
-            num_running=2,
-            num_waiting=1,
-            num_in_flight=0,
-            free_blocks=4,
-            cached_blocks=2,
-            total_blocks=8,
-            kv_usage=0.25,
-            draft_len=7,
-            schedule_version=(0, 0),
-            schedule={},
-            speculation_disabled=False,
+        return engine_stats(
+            num_running=2, num_waiting=1, free_blocks=4, cached_blocks=2, total_blocks=8, kv_usage=0.25, draft_len=7
         )
 
     async def counters(self) -> Any:

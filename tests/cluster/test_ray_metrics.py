@@ -7,8 +7,8 @@ import pytest
 
 from cluster import ray_metrics
 from cluster.ray_metrics import RayMetrics
-from engine.core import EngineStats
 from engine.speculative.counters import CounterSnapshot
+from tests.stats import engine_stats
 
 LABELS = {"model_name": "m", "engine": "0", "replica": "r"}
 EMPTY = CounterSnapshot(
@@ -21,19 +21,7 @@ EMPTY = CounterSnapshot(
         if name not in ("cells", "num_accepted_tokens_per_pos", "finished")
     },
 )
-STATS = EngineStats(
-    num_running=0,
-    num_waiting=0,
-    num_in_flight=0,
-    free_blocks=1,
-    cached_blocks=0,
-    total_blocks=1,
-    kv_usage=0.0,
-    draft_len=7,
-    schedule_version=(1, 1),
-    schedule={8: 7},
-    speculation_disabled=False,
-)
+STATS = engine_stats(draft_len=7, schedule_version=(1, 1), schedule={8: 7})
 
 
 @pytest.fixture

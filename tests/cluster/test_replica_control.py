@@ -22,6 +22,7 @@ from cluster.replica_control import ReplicaControl
 from cluster.replica_engine import ControlFacts, ReplicaEngine, accelerator_name
 from engine.core import EngineStats
 from engine.speculative.schedule import ScheduleAck
+from tests.stats import engine_stats
 
 DEFAULT = {4: 7}
 
@@ -42,19 +43,7 @@ class Client:
         return SimpleNamespace(cells=())
 
     async def stats(self) -> EngineStats:
-        return EngineStats(
-            num_running=0,
-            num_waiting=0,
-            num_in_flight=0,
-            free_blocks=1,
-            cached_blocks=0,
-            total_blocks=1,
-            kv_usage=0.0,
-            draft_len=0,
-            schedule_version=self.version,
-            schedule=self.schedule,
-            speculation_disabled=False,
-        )
+        return engine_stats(schedule_version=self.version, schedule=self.schedule)
 
 
 class Controller:

@@ -24,6 +24,7 @@ from engine.core import EngineStats
 from engine.speculative.counters import CounterSnapshot, StepCell
 from engine.speculative.schedule import DraftLengthSchedule, ScheduleAck
 from tests.control.messages import DRAFT_LENS, STEP_TIMES, CountingReplica
+from tests.stats import engine_stats
 
 EASY, HARD = [0.95] * 7, [0.1] * 7
 STATIC = {2: 7, 8: 3}
@@ -40,14 +41,8 @@ class Engine:
 
     async def stats(self) -> EngineStats:
         version, schedule, self.is_gate_tripped = await self.rank0.get.remote()
-        return EngineStats(
+        return engine_stats(
             num_running=8,
-            num_waiting=0,
-            num_in_flight=0,
-            free_blocks=1,
-            cached_blocks=0,
-            total_blocks=1,
-            kv_usage=0.0,
             draft_len=DraftLengthSchedule(schedule).draft_len(8),
             schedule_version=version,
             schedule=schedule,

@@ -13,6 +13,7 @@ from engine.request import EngineRequest, TokenDelta
 from engine.speculative.counters import SpeculationCounters
 from engine.speculative.schedule import ScheduleAck
 from engine.step import StepPlan
+from tests.stats import engine_stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +100,7 @@ class FakeCore:
         )
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            num_running=len(self.requests),
-            num_waiting=0,
-            num_in_flight=0,
-            free_blocks=7,
-            cached_blocks=0,
-            total_blocks=7,
-            kv_usage=0.0,
-            draft_len=0,
-            schedule_version=(0, 0),
-            schedule={8: 3},
-            speculation_disabled=False,
-        )
+        return engine_stats(num_running=len(self.requests), free_blocks=7, total_blocks=7, schedule={8: 3})
 
     def check_integrity(self) -> None:
         if self.broken:
