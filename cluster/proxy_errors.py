@@ -27,7 +27,8 @@ def middlewares() -> list[Middleware]:
 
 
 class ProxyErrors:
-    """Puts the proxy's errors, which are plain text, into the envelope; what a replica answers passes as it is.
+    """Puts the proxy's errors, which are plain text, into the envelope; what a replica answers, of another
+    application too, passes as it is.
 
     A proxy that has lost a request, as the replica died with it, starts no response at all, of which the HTTP server
     makes a bare 500. Here it is a 503: another replica, or the one that comes, can answer the same request.
@@ -49,7 +50,7 @@ class ProxyErrors:
             nonlocal refusal, text, is_started
             if refusal is not None:
                 text = (text + message.get("body", b""))[:_MAX_TEXT_BYTES]
-            elif message["type"] == "http.response.start" and _is_plain_error(message):
+            elif message["type"] == "http.response.start" and _is_of_proxy(message):
                 refusal = message
             else:
                 is_started = True
@@ -74,9 +75,11 @@ class ProxyErrors:
         await response(scope, receive, send)
 
 
-def _is_plain_error(start: Message) -> bool:
-    is_text = Headers(raw=start["headers"]).get("content-type", "").startswith("text/plain")
-    return bool(start["status"] >= 400 and is_text)
+def _is_of_proxy(start: Message) -> bool:
+    """Whether Serve wrote this error itself: it states no length, which a replica's framework does."""
+    headers = Headers(raw=start["headers"])
+    is_text = headers.get("content-type", "").startswith("text/plain")
+    return bool(start["status"] >= 400 and is_text and "content-length" not in headers)
 
 
 def _lost() -> ApiError:

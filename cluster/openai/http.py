@@ -118,9 +118,19 @@ def _head(headers: Mapping[str, str]) -> Message:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has hung up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Returns when the client has hung up.
+
+    Raises:
+        ApiError: whether it has cannot be told any more.
+    """
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception as error:
+        # The server in front has given the request up, whose client is gone as a rule: no fault worth a traceback.
+        logger.info("A request is given up that cannot be watched: %s.", type(error).__name__)
+        text = "The server lost sight of this request; try again."
+        raise unavailable(text, retry_after_s=RETRY_AFTER_S) from error
 
 
 class EnvelopeMiddleware:

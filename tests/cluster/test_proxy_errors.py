@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import logging
 import os
 from typing import Any
 
 import httpx
 import pytest
-import ray
+from fastapi import FastAPI
 from ray.exceptions import ActorDiedError, ActorUnavailableError, TaskCancelledError, WorkerCrashedError
 from ray.serve._private import constants
 from ray.serve._private.common import DeploymentID
@@ -20,11 +21,12 @@ from ray.serve._private.http_util import (
 )
 from ray.serve._private.utils import call_function_from_import_path
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.cli import local_ray
 from cluster.openai.errors import ApiError, error_response
-from cluster.openai.http import EnvelopeMiddleware, GenerationResponse
+from cluster.openai.http import EnvelopeMiddleware, GenerationResponse, install_error_handlers
 from cluster.proxy_errors import ProxyErrors
 
 LOST = "The replica that worked on this request has ended; try again."
@@ -161,6 +163,9 @@ async def test_errors_of_a_replica_and_serve_s_own_routes_pass() -> None:
     refusal = ApiError(400, "n: too many", param="n")
     reply = await ask(ProxyErrors(error_response(refusal)))
     assert (reply.status_code, reply.json()) == (400, refusal.body())
+    plain = PlainTextResponse("short and stout", 418, headers={"x-mine": "1"})  # of an application beside it
+    reply = await ask(ProxyErrors(plain))
+    assert (reply.status_code, reply.text, reply.headers["x-mine"]) == (418, "short and stout", "1")
     reply = await ask(ProxyErrors(proxy_that_says("draining", 503)), path="/-/healthz")
     assert (reply.status_code, reply.text) == (503, "draining")
 
@@ -229,18 +234,27 @@ async def test_a_request_that_is_cancelled_stays_cancelled() -> None:
     assert pending.is_closed
 
 
-async def test_a_connection_that_cannot_be_watched_is_a_500_and_no_silence() -> None:
+async def test_a_connection_that_cannot_be_watched_is_a_503_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pending = Pending(asyncio.Event().wait)
-    app = EnvelopeMiddleware(GenerationResponse(pending), echoes_request_id=True)  # type: ignore[arg-type]
+    app = FastAPI()
+    app.add_middleware(EnvelopeMiddleware, echoes_request_id=True)
+    install_error_handlers(app)
+    app.add_route("/v1/completions", lambda request: GenerationResponse(pending), methods=["POST"])  # type: ignore
     sent: list[Any] = []
 
     async def receive() -> Any:
-        raise ray.exceptions.RayActorError
+        raise TaskCancelledError  # Serve's, for most clients that leave before the first byte
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await app({"type": "http", "path": "/v1/completions", "headers": []}, receive, send)
-    assert sent[0]["status"] == 500
-    assert json.loads(sent[1]["body"])["error"]["code"] == "internal_error"
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    with caplog.at_level(logging.INFO):
+        await app(scope, receive, send)
+    assert sent[0]["status"] == 503
+    assert json.loads(sent[1]["body"])["error"]["code"] == "overloaded"
     assert pending.is_closed
+    assert "cannot be watched: TaskCancelledError" in caplog.text
+    assert not any(record.exc_info or record.levelno > logging.INFO for record in caplog.records)
