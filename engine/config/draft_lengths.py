@@ -48,7 +48,7 @@ def check_synthetic_length(length: float | None, max_draft_len: int) -> float | 
         "synthetic_acceptance_length: drafts are accepted by decree (%s tokens a step); the output means nothing",
         length,
     )
-    return length
+    return float(length)
 
 
 def resolve_choices(max_draft_len: int, given: Sequence[int] | None) -> tuple[int, ...]:

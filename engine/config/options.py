@@ -52,11 +52,11 @@ def check_count(name: str, value: object) -> None:
 
 
 def whole_numbers(name: str, values: object) -> tuple[int, ...]:
-    """The values as a tuple. Raises ValueError unless they are a list, or another series, of whole numbers."""
+    """The values as a tuple of ints. Raises ValueError unless they are a list, or another series, of whole numbers."""
     try:
         given: tuple[Any, ...] = tuple(values)  # type: ignore[arg-type]
     except TypeError as error:  # of an array without dimensions too, which has an iterator that it cannot give
         raise ValueError(f"{name}: must be a list of whole numbers, got {values!r}") from error
     if not all(map(is_whole, given)):
         raise ValueError(f"{name}: must be whole numbers, got {list(given)}")
-    return given
+    return tuple(map(int, given))

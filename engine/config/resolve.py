@@ -125,6 +125,13 @@ def resolve_engine_config(
         },
         machine=found,
     )
+    # Numbers become Python's own: numpy's wrap around, and no message to another rank can hold them.
+    tensor_parallel_size, max_num_seqs = int(tensor_parallel_size), int(max_num_seqs)
+    max_num_batched_tokens, block_size = int(max_num_batched_tokens), int(block_size)
+    threads, num_blocks, kv_cache_memory_bytes, max_model_len, draft_block_width = (
+        None if value is None else int(value)
+        for value in (threads, num_blocks, kv_cache_memory_bytes, max_model_len, draft_block_width)
+    )
     if speculative_config is not None:
         _refuse_unsupported(speculative_config, device, found)
     else:
@@ -221,8 +228,8 @@ def resolve_engine_config(
         enable_penalty=speculative_config is None or speculative_config.enable_penalty,
         enable_top_k=mode not in (AdvancedSamplingMode.NO_TOPK, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
         enable_top_p=mode not in (AdvancedSamplingMode.NO_TOPP, AdvancedSamplingMode.NO_TOPK_NO_TOPP),
-        shadow_time_share=shadow_time_share,
-        inter_token_target_ms=inter_token_target_ms,
+        shadow_time_share=float(shadow_time_share),
+        inter_token_target_ms=None if inter_token_target_ms is None else float(inter_token_target_ms),
         simulation=None
         if simulation is None
         else load_simulation(simulation, max_num_seqs=max_num_seqs, draft_len_choices=choices),

@@ -21,7 +21,7 @@ from ray.serve._private.http_util import (
 )
 from ray.serve._private.utils import call_function_from_import_path
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.cli import local_ray
@@ -166,6 +166,8 @@ async def test_errors_of_a_replica_and_serve_s_own_routes_pass() -> None:
     plain = PlainTextResponse("short and stout", 418, headers={"x-mine": "1"})  # of an application beside it
     reply = await ask(ProxyErrors(plain))
     assert (reply.status_code, reply.text, reply.headers["x-mine"]) == (418, "short and stout", "1")
+    without_length = StreamingResponse(iter(['{"mine":1}']), 400, media_type="application/json")
+    assert (await ask(ProxyErrors(without_length))).json() == {"mine": 1}
     reply = await ask(ProxyErrors(proxy_that_says("draining", 503)), path="/-/healthz")
     assert (reply.status_code, reply.text) == (503, "draining")
 

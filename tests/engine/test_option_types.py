@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 import typing
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +104,21 @@ def test_speed_of_a_simulation(value: Any) -> None:
         load_simulation(options, max_num_seqs=1, draft_len_choices=(0,))
 
 
-def test_numbers_of_other_types_are_numbers(checkpoints: tuple[Path, Path]) -> None:
-    config = resolve(
-        checkpoints[0],
-        spec(checkpoints[1]),
-        max_num_seqs=np.int64(3),
-        pipeline_depth=np.int64(1),
-        draft_len_choices=np.array([0, 7]),
-        inter_token_target_ms=5,
-        synthetic_acceptance_length=np.float32(2.5),
-    )
-    assert (config.max_num_seqs, config.pipeline_depth, config.draft_len_choices) == (3, 1, (0, 7))
-    assert (config.inter_token_target_ms, config.synthetic_acceptance_length) == (5, 2.5)
+def test_numbers_of_other_types_become_python_s(checkpoints: tuple[Path, Path]) -> None:
+    given = {
+        name: np.int32(1 if name in ("tensor_parallel_size", "threads", "pipeline_depth") else 64) for name in WHOLE
+    }
+    given |= {"draft_block_width": np.int32(12), "draft_len_choices": np.array([0, 7])}
+    given |= {name: Fraction(1, 2) for name in REAL} | {"synthetic_acceptance_length": np.float32(2.5)}
+    for size in ("num_blocks", "kv_cache_memory_bytes"):  # one or the other; 2 GiB are one more than 32 bits hold
+        sizes = {"num_blocks": np.int32(64)} if size == "num_blocks" else {size: np.int64(2 << 30)}
+        options = {name: value for name, value in given.items() if name not in ("num_blocks", "kv_cache_memory_bytes")}
+        config = resolve(checkpoints[0], spec(checkpoints[1]), **options, **sizes)
+        for name in {*WHOLE, *REAL, "num_threads"} - {"threads", "kv_cache_memory_bytes"}:
+            assert type(getattr(config, name)) is (float if name in REAL else int), name
+        assert [type(choice) for choice in config.draft_len_choices] == [int, int]
+        assert (config.max_num_seqs, config.draft_len_choices, config.draft_block_width) == (64, (0, 7), 12)
+        assert (config.inter_token_target_ms, config.synthetic_acceptance_length) == (0.5, 2.5)
 
 
 @pytest.mark.parametrize("given", [{"max_draft_len": 7}, "drafter"], ids=str)
