@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import os
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.cli import local_ray
 from cluster.openai.errors import ApiError, error_response
+from cluster.openai.generation import Generation
 from cluster.openai.http import EnvelopeMiddleware, GenerationResponse, install_error_handlers
 from cluster.proxy_errors import ProxyErrors
 
@@ -172,6 +175,19 @@ async def test_errors_of_a_replica_and_serve_s_own_routes_pass() -> None:
     assert (reply.status_code, reply.text) == (503, "draining")
 
 
+async def test_a_websocket_is_answered_by_nobody_else() -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    await ProxyErrors(app)({"type": "websocket", "path": "/v1/completions", "headers": []}, keep, keep)  # type: ignore
+    assert sent == []
+
+
 def test_serve_finds_it_by_the_name_that_dflash_serve_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(local_ray, "_init", lambda **options: None)
@@ -260,3 +276,17 @@ async def test_a_connection_that_cannot_be_watched_is_a_503_without_a_traceback(
     assert pending.is_closed
     assert "cannot be watched: TaskCancelledError" in caplog.text
     assert not any(record.exc_info or record.levelno > logging.INFO for record in caplog.records)
+
+
+async def test_a_reader_that_leaves_does_not_wait_for_choices_that_wait_for_it() -> None:
+    async def endless(choice: int) -> AsyncIterator[SimpleNamespace]:
+        while True:
+            yield SimpleNamespace(finish_reason=None)
+
+    generation = object.__new__(Generation)
+    generation.choices = [1, 2]  # type: ignore[list-item]
+    generation._single = endless  # type: ignore
+    updates = generation._merged()
+    await anext(updates)
+    await asyncio.sleep(0.01)  # the queue is full
+    await asyncio.wait_for(updates.aclose(), 5)
