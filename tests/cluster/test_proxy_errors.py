@@ -241,6 +241,23 @@ async def test_a_cancellation_that_is_not_the_request_s_is_a_503() -> None:
     assert pending.is_closed
 
 
+async def test_a_cancellation_behind_the_head_starts_no_second_response() -> None:
+    sent: list[Any] = []
+    head = {"type": "http.response.start", "status": 200, "headers": []}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(head)
+        await cancelled_future()
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/v1/completions", "headers": []}
+    with pytest.raises(asyncio.CancelledError):
+        await EnvelopeMiddleware(app, echoes_request_id=False)(scope, keep, keep)  # type: ignore[arg-type]
+    assert [message["type"] for message in sent] == ["http.response.start"]
+
+
 async def test_a_request_that_is_cancelled_stays_cancelled() -> None:
     pending = Pending(asyncio.Event().wait)
     app = EnvelopeMiddleware(GenerationResponse(pending), echoes_request_id=True)  # type: ignore[arg-type]
