@@ -23,6 +23,7 @@ MEDIANS = (
     "acceptance_length",
 )  # fmt: skip
 TOLERANCE = 0.97  # of the peer's speed at any number of requests
+SHORT_CONTEXT = 1024  # whose K/V is left out of what a step must read
 SAME_RATE = 0.02  # arrivals a second, or this share of them, that rounding may move a rate by
 # Of arrivals: field and share of the peer's value; below 1 the least, else the most.
 ARRIVALS = (
@@ -98,7 +99,8 @@ def compared(key: tuple[tuple[str, Any], ...], sides: dict[str, list[Row]], fiel
 
 
 def add_floors(context: Sequence[Row], rows: Sequence[Row]) -> None:
-    """To steps behind a context: what reading weights and K/V takes at the measured bandwidth, and our multiple.
+    """To steps behind a context: what reading weights and K/V takes at the measured bandwidth, and our multiple. Up to
+    `SHORT_CONTEXT` tokens it is of the weights alone.
 
     over_floor is of the median gap between outputs. mean_over_floor is of `step_ms`, in which the first of some 15 gaps
     counts as well: behind it the prompt's context is still written for the drafter.
@@ -110,7 +112,8 @@ def add_floors(context: Sequence[Row], rows: Sequence[Row]) -> None:
     for row in context:
         floor, kind = floors.get(row["workload"], {}), "_with_drafts" if row["draft_len"] else ""
         if "weights" + kind in floor and "ours" in row:
-            num_bytes = floor["weights" + kind] + floor["kv_per_token" + kind] * row["context"]
+            kv_tokens = row["context"] if row["context"] > SHORT_CONTEXT else 0
+            num_bytes = floor["weights" + kind] + floor["kv_per_token" + kind] * kv_tokens
             row["floor_ms"] = round(1e3 * num_bytes / floor["bytes_per_s"], 4)
             row["ours"]["over_floor"] = round(row["ours"]["gap_p50_ms"] / row["floor_ms"], 3)
             row["ours"]["mean_over_floor"] = round(row["ours"]["step_ms"] / row["floor_ms"], 3)
@@ -264,7 +267,7 @@ def bars(found: dict[str, Any], due: Iterable[tuple[str, str, int]]) -> list[Row
         place = f"{row['workload']}, context {row['context']}, K = {row['draft_len']}"
         check(f"{place}: step over vLLM's", row.get("ratio"), 1.03, most, absent(row))
         if row["workload"] == "q8" and row["draft_len"]:
-            over, limit = row.get("ours", {}).get("over_floor"), 1.25 if row["context"] <= 1024 else 1.35
+            over, limit = row.get("ours", {}).get("over_floor"), 1.25 if row["context"] <= SHORT_CONTEXT else 1.35
             lacks = ["the floor" if "ours" in row else "ours"]
             check(f"{place}: step over what reading takes", over, limit, most, lacks)
     for row in found["accept"]:
