@@ -27,6 +27,7 @@ from cluster.control.control_metrics import ControlMetrics
 from cluster.control.estimate import ControlState, Push
 from cluster.control.messages import PROTOCOL_VERSION, Order, Registration, Report
 from cluster.control.status import status_of
+from cluster.error_text import first_line
 from engine.speculative.schedule import ScheduleAck, Version
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class SpeculationController:
             try:
                 answer = rank0.apply_schedule.remote(push.version, push.schedule).future()
             except RayError as error:  # given up after a while, as one that is never answered
-                logger.warning("replica %s cannot be pushed to: %s", push.replica_id, _first_line(error))
+                logger.warning("replica %s cannot be pushed to: %s", push.replica_id, first_line(error))
             else:
                 answer.add_done_callback(functools.partial(self._answered, push))
 
@@ -206,7 +207,7 @@ class SpeculationController:
                 del self._pushing[push.replica_id]
             error = answer.exception()
             if error is not None:
-                logger.warning("pushing %s to replica %s failed: %s", push.version, push.replica_id, _first_line(error))
+                logger.warning("pushing %s to replica %s failed: %s", push.version, push.replica_id, first_line(error))
                 continue
             ack = answer.result()
             self._state.acknowledged(push.replica_id, ack)
@@ -233,7 +234,7 @@ def _has_succeeded(answer: Any) -> bool:
     try:
         ray.get(answer, timeout=0)
     except (RayError, RuntimeError) as error:
-        logger.warning("resetting a gate failed: %s", _first_line(error))
+        logger.warning("resetting a gate failed: %s", first_line(error))
         return False
     return True
 
@@ -299,9 +300,5 @@ def _is_deleted(app: str) -> bool:
     try:
         return app not in serve.status().applications
     except Exception as error:  # Serve restarts, or is too busy to say; asked again later
-        logger.warning("Serve does not say whether %s exists: %s", app, _first_line(error))
+        logger.warning("Serve does not say whether %s exists: %s", app, first_line(error))
         return False
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -26,6 +26,7 @@ from cluster.control.messages import (
     cell_counts,
     report_interval_s,
 )
+from cluster.error_text import first_line
 from engine.core import EngineStats
 from engine.speculative.counters import CounterSnapshot, StepTime
 from engine.speculative.schedule import ScheduleAck, Version
@@ -126,9 +127,8 @@ class Reporter:
             except Exception as error:  # nothing that is wrong with a controller may end the reports
                 if not was_lost:
                     logger.warning(
-                        "The speculation controller does not answer (%s: %s); this replica goes on without it",
-                        type(error).__name__,
-                        (str(error).strip().splitlines() or [""])[0],
+                        "The speculation controller does not answer (%s); this replica goes on without it",
+                        first_line(error),
                     )
                 was_lost, self._is_registered, self._controller = True, False, None
                 await self._maybe_fall_back()

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission import RETRY_AFTER_S
+from cluster.error_text import first_line
 from cluster.openai.errors import (
     ApiError,
     body_too_large,
@@ -127,8 +128,9 @@ async def _disconnected(receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
     except Exception as error:
-        # The server in front has given the request up, whose client is gone as a rule: no fault worth a traceback.
-        logger.info("A request is given up that cannot be watched: %s.", type(error).__name__)
+        # The server in front has given the request up, whose client is gone as a rule: a line says what it was.
+        logger.info("A request is given up that cannot be watched: %s", first_line(error))
+        logger.debug("Why it cannot be watched:", exc_info=True)
         text = "The server lost sight of this request; try again."
         raise unavailable(text, retry_after_s=RETRY_AFTER_S) from error
 

@@ -269,8 +269,15 @@ async def test_a_request_that_is_cancelled_stays_cancelled() -> None:
     assert pending.is_closed
 
 
-async def test_a_connection_that_cannot_be_watched_is_a_503_without_a_traceback(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (TaskCancelledError(), "TaskCancelledError: "),  # Serve's, for most clients that leave before the first byte
+        (RuntimeError("no such stream\nand more"), "RuntimeError: no such stream"),
+    ],
+)
+async def test_a_connection_that_cannot_be_watched_is_a_503_and_a_line_of_why(
+    error: Exception, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pending = Pending(asyncio.Event().wait)
     app = FastAPI()
@@ -280,7 +287,7 @@ async def test_a_connection_that_cannot_be_watched_is_a_503_without_a_traceback(
     sent: list[Any] = []
 
     async def receive() -> Any:
-        raise TaskCancelledError  # Serve's, for most clients that leave before the first byte
+        raise error
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -291,7 +298,8 @@ async def test_a_connection_that_cannot_be_watched_is_a_503_without_a_traceback(
     assert sent[0]["status"] == 503
     assert json.loads(sent[1]["body"])["error"]["code"] == "overloaded"
     assert pending.is_closed
-    assert "cannot be watched: TaskCancelledError" in caplog.text
+    assert f"cannot be watched: {line}" in caplog.text
+    assert "and more" not in caplog.text
     assert not any(record.exc_info or record.levelno > logging.INFO for record in caplog.records)
 
 
