@@ -5,15 +5,13 @@ decide (number of heads, taps, K against the drafter's block) is checked by `eng
 """
 
 import re
-from collections.abc import Hashable
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from cluster.config_errors import ConfigError, describe_problems, shown
+from cluster.config_errors import ConfigError, describe_problems
 from cluster.config_sections import (
     ControllerSection,
     DeploymentSection,
@@ -25,6 +23,7 @@ from cluster.config_sections import (
 )
 from cluster.control.messages import SHADOW_TIME_SHARE
 from engine.config.decoding import DFlashDecodingConfig
+from engine.config.yaml_file import read_yaml
 from engine.simulated.profile import SimulationOptions
 
 # Keys of `speculative_config` that a running application takes over; the class itself belongs to the engine.
@@ -207,20 +206,10 @@ def load_config(path: str | Path) -> ClusterConfig:
     """
     path = Path(path).expanduser()
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise ConfigError(str(path), [f"cannot read the config file: {reason}"]) from error
-    try:
-        data = yaml.load(text, Loader=_ConfigLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(str(path), [f"{where}not valid YAML: {error.problem}"]) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(str(path), [f"not valid YAML: {error}"]) from error
-    except RecursionError as error:
-        raise ConfigError(str(path), ["not valid YAML: nested too deeply"]) from error
+        data = read_yaml(path)
+    except (OSError, ValueError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"cannot read the config file: {error.strerror}"
+        raise ConfigError(str(path), [reason]) from error
     return parse_config(data, base_dir=path.parent, where=str(path))
 
 
@@ -353,27 +342,3 @@ def _plain(value: Any) -> Any:
 
 def _looks_like_path(source: str) -> bool:
     return source.startswith(("/", "./", "../", "~")) or source in (".", "..")
-
-
-class _ConfigLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, of which YAML would silently keep the last, and says where a value is
-    that cannot be made."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # Each conversion fails in its own way: a 13th month, more digits than Python reads, `!!bool x`.
-            text = f"{shown(node.value)} cannot be read as {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from error
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, Any] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f'key "{key}" is given twice', key_node.start_mark)
-            seen[key] = None
-        return super().construct_mapping(node, deep)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from engine.config.yaml_file import read_yaml
 
 _KEYS = frozenset(
     {
@@ -92,9 +92,8 @@ def load_step_table(path: Path) -> StepTable:
         ValueError: names the file, the key and what is wrong. OSError: the file cannot be read.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return _parse(values)
-    except (yaml.YAMLError, ValueError) as error:
+        return _parse(read_yaml(path))
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 

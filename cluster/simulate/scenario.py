@@ -6,12 +6,12 @@ changes a result: what is left out is absent. `cluster/simulate/README.md` descr
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.config_errors import ConfigError, describe_problems
+from engine.config.yaml_file import read_yaml
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -281,9 +281,9 @@ def load_scenario(path: Path) -> Scenario:
         ConfigError: every problem with its key and what is wrong. OSError: the file cannot be read.
     """
     try:
-        values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(str(path), [f"not valid YAML: {error}"]) from None
+        values = read_yaml(path)
+    except ValueError as error:
+        raise ConfigError(str(path), [str(error)]) from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), ["the file: must be a section of keys"])
     try:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import yaml
 
 from engine.config.options import is_finite
+from engine.config.yaml_file import read_yaml
 from engine.step_table import StepTable, load_step_table
 
 T = TypeVar("T")
@@ -114,10 +114,10 @@ def load_acceptance(path: str | Path) -> AcceptanceProfile:
         ValueError: it cannot be read, or is no profile; the message starts with the path.
     """
     try:
-        profile = msgspec.convert(yaml.safe_load(Path(path).read_text(encoding="utf-8")), AcceptanceProfile)
-    except (OSError, UnicodeDecodeError) as error:
+        profile = msgspec.convert(read_yaml(Path(path)), AcceptanceProfile)
+    except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not profile.classes:
         raise ValueError(f"{path}: classes: at least one is needed")

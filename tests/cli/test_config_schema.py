@@ -168,7 +168,7 @@ def test_missing_and_binary_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the config file: No such file or directory"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot read the config file: is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="not valid YAML: it is not UTF-8 text"):
         load_config(tmp_path / "c.yaml")
 
 

@@ -288,7 +288,7 @@ def test_a_draft_length_outside_the_table_is_refused() -> None:
         ("{description: x, classes: {a: {hazards: [1], share: 0}}}", r"classes.a.share"),
         ("{description: x, classes: {a: {hazard: [1]}}}", "hazard"),
         ("[1]", "Expected `object`"),
-        ("a: [", "while parsing"),
+        ("a: [", "profile.yaml: line 1, column 5: not valid YAML"),
     ],
 )
 def test_a_wrong_acceptance_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:

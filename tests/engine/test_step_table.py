@@ -1,6 +1,7 @@
 """Step tables: the shipped ones load, a step's time is what the file says, and mistakes are named."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,20 @@ def table(tmp_path: Path, **changes: object) -> StepTable:
     path = tmp_path / "t.yaml"
     path.write_text(yaml.safe_dump(VALUES | changes))
     return load_step_table(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a: !!bool x", "line 1, column 4: not valid YAML: 'x' cannot be read as bool"),
+        (b"[" * 3000, "nested too deeply"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"t.yaml: .*{re.escape(words)}"):
+        load_step_table(file)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)

@@ -56,6 +56,28 @@ def test_mistakes_are_named(tmp_path: Path, changes: dict[str, object], words: s
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            b"description: a\nmix: 2020-13-45",
+            "line 2, column 6: not valid YAML: '2020-13-45' cannot be read as timestamp",
+        ),
+        (b"seeds: [1]\nseeds: [2]", 'line 2, column 1: not valid YAML: key "seeds" is given twice'),
+        (b"[" * 3000, "not valid YAML: nested too deeply"),
+        (b"\xff", "not valid YAML: it is not UTF-8 text"),
+        (b"", "the file: must be a section of keys"),
+    ],
+    ids=["date", "twice", "deep", "bytes", "empty"],
+)
+def test_a_file_that_is_no_yaml_is_named_with_the_place(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_scenario(file)
+    assert error.value.problems == (words,)
+
+
 def test_a_table_without_a_draft_length_is_refused(tmp_path: Path) -> None:
     asked = scenario(tmp_path, draft_lens=[0, 2], configured_schedule={4: 2})
     with pytest.raises(ValueError, match="draft length 2 is not one of"):
