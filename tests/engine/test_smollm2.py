@@ -62,7 +62,7 @@ def test_float32_equals_transformers(make, draft_len, depth):
 def test_acceptance_is_the_reference_loops(make, smollm2_dir, smollm2_drafter_dir):
     """Every step accepts what a loop of HF modules without any cache accepts; also warm, and after an abort."""
     prompt = CASES[21]["prompt_token_ids"]
-    num_tokens = 90
+    num_tokens = 60
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
     drafter = ReferenceDrafter(smollm2_drafter_dir)
     expected = dflash_generate(model, drafter, prompt, max_new_tokens=num_tokens, draft_len=15)
@@ -96,19 +96,23 @@ def test_bfloat16_stays_within_the_margin(make, smollm2_dir):
     cases = CASES[2:60:20]
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.bfloat16).eval()
 
+    known: dict[tuple[int, ...], torch.Tensor] = {}  # the forced pass is most of the test, and many texts are the same
+
+    def below_the_maximum(prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """How far each of the tokens' logits lies below the largest, [N]."""
+        text = (*prompt, *tokens)
+        if text not in known:
+            with torch.no_grad():
+                logits_NV = model(torch.tensor([text]), logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
+            known[text] = logits_NV.amax(dim=1) - logits_NV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        return known[text]
+
     def flips_and_margin(draft_len: int) -> tuple[int, float]:
         with make(draft_len, dtype="bfloat16") as llm:
             found = outputs(llm, cases)
-        flips, margin = 0, 0.0
-        for case, tokens in zip(cases, found, strict=True):
-            prompt = case["prompt_token_ids"]
-            with torch.no_grad():
-                logits_NV = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-            chosen_N = logits_NV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            below_N = logits_NV.amax(dim=1) - chosen_N
-            flips += int((below_N > 0).sum())
-            margin = max(margin, float(below_N.max()))
-        return flips, margin
+        below = [below_the_maximum(c["prompt_token_ids"], ids) for c, ids in zip(cases, found, strict=True)]
+        below_N = torch.cat(below)
+        return int((below_N > 0).sum()), float(below_N.max())
 
     plain_flips, plain_margin = flips_and_margin(0)
     flips, margin = flips_and_margin(15)

@@ -137,9 +137,11 @@ class ReferenceDrafter:
         return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
-def run_target(target: nn.Module, ids: list[int], target_layer_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits [n, V] of every position, and the taps [n, taps * H] of the given layers."""
-    out = target(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+def run_target(
+    target: nn.Module, ids: list[int], target_layer_ids: list[int], num_logits: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Logits [n, V] of every position, or of the last `num_logits`; the taps [n, taps * H] of the given layers."""
+    out = target(torch.tensor([ids]), output_hidden_states=True, use_cache=False, logits_to_keep=num_logits)
     return out.logits[0], torch.cat([out.hidden_states[i + 1][0] for i in target_layer_ids], dim=-1)
 
 
@@ -160,7 +162,7 @@ def dflash_generate(
     """
     width = width or drafter.block_size
     assert 0 <= draft_len < width <= drafter.block_size
-    logits, taps = run_target(target, prompt_ids, drafter.target_layer_ids)
+    logits, taps = run_target(target, prompt_ids, drafter.target_layer_ids, num_logits=1)
     tokens = [*prompt_ids, int(logits[-1].argmax())]
     result = LoopResult(tokens=[])
     while True:
@@ -175,8 +177,8 @@ def dflash_generate(
         hidden = drafter.block(drafter.embed(target, block), drafter.context(taps), anchor)
         drafts = drafter.logits(target, hidden[1 : k + 1]).argmax(-1).tolist()
 
-        logits, taps = run_target(target, tokens + drafts, drafter.target_layer_ids)
-        posterior = logits[anchor:].argmax(-1).tolist()
+        logits, taps = run_target(target, tokens + drafts, drafter.target_layer_ids, num_logits=k + 1)
+        posterior = logits.argmax(-1).tolist()
         accepted = 0
         while accepted < k and drafts[accepted] == posterior[accepted]:
             accepted += 1
