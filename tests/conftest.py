@@ -83,20 +83,18 @@ def ray_cluster() -> Iterator[None]:
     from cluster.cli.local_ray import PROXY_MIDDLEWARES, descendants
 
     before = set(descendants(os.getpid()))
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        object_store_memory=RAY_OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level="error",
-        runtime_env={
-            "env_vars": {
-                "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-                "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_MIDDLEWARES,
-            }
-        },
-    )
+    with pytest.MonkeyPatch.context() as environment:
+        # Not in a runtime_env: with one, every process of an actor starts Python twice, and none is started ahead.
+        environment.setenv("PYTHONPATH", f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        environment.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", PROXY_MIDDLEWARES)
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            object_store_memory=RAY_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="error",
+        )
     started = set(descendants(os.getpid())) - before
     yield
     ray.shutdown()

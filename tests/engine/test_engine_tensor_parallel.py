@@ -13,7 +13,7 @@ SHAPES = {
     "8 heads": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "9 heads padded to 12": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 45, "head_dim": 8},
 }
-NUM_STEPS = 200
+NUM_STEPS = 120
 BASE = dict(
     dtype="float32",
     max_model_len=160,
