@@ -23,6 +23,11 @@ torch.set_num_threads(1)
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 RAY_OBJECT_STORE_BYTES = 100 * 1024 * 1024
+QUIET_RAY = {  # what it records by the clock for a dashboard, which is not there
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+}
 
 
 def find_free_port() -> int:
@@ -87,6 +92,8 @@ def ray_cluster() -> Iterator[None]:
         # Not in a runtime_env: with one, every process of an actor starts Python twice, and none is started ahead.
         environment.setenv("PYTHONPATH", f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         environment.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", PROXY_MIDDLEWARES)
+        for name, value in QUIET_RAY.items():
+            environment.setenv(name, value)
         ray.init(
             address="local",
             num_cpus=8,

@@ -305,7 +305,7 @@ def test_temperature_one_has_the_models_distribution(models, draft_len, rejectio
     text = prompts(1, seed=18)[0]
     count = 1500
     params = [SamplingParams(temperature=1.0, max_tokens=3, seed=i, ignore_eos=True) for i in range(count)]
-    roomy = dict(max_num_seqs=32, num_blocks=1200, max_num_batched_tokens=2048, draft_sampling=draft_sampling)
+    roomy = dict(max_num_seqs=96, num_blocks=1200, max_num_batched_tokens=2048, draft_sampling=draft_sampling)
     with engine(models["qwen3"], draft_len, rejection=rejection, **roomy) as llm:
         if draft_sampling == "greedy":  # the other drafts must be the draws they claim to be
             guess = ids(llm.generate([text], greedy(1, 3)))[0]
