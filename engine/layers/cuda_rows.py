@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.available import KERNEL_DTYPES, copy_engine, dependent_launch, interpreted, unavailable_reason
-from engine.kernels.gemm_choice import GemmCut, StreamCut, head_cut
+from engine.kernels.gemm_choice import GemmCut, PeakCut, StreamCut, head_cut, peak_cut
 from engine.kernels.wide_choice import WideCut, argmax_cut, swiglu_cut
 from engine.layers.cuda_cuts import cut_of, int8_of, stream_of
 from engine.layers.int8_weight import Int8Weight
@@ -38,14 +38,6 @@ def cuda_rows(x: Tensor) -> CudaRows | None:
 @functools.cache
 def _kernels() -> CudaRows:
     return CudaRows(pdl=dependent_launch() and not interpreted())
-
-
-def split_counters(num_outputs: int, device: torch.device) -> Tensor:
-    """Counters of split sums for a matrix of so many outputs: int32 zeros, which every product leaves as zeros.
-
-    The matrix owns them, so products that run at the same time (another engine's, or on another stream) share none.
-    """
-    return torch.zeros(num_outputs, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,29 +120,39 @@ class CudaRows:
         return shard_argmax(score_NV, vocab_start, pdl=self.pdl)
 
     def takes_head(self, rows: int, weight: Tensor) -> bool:
-        """Whether so many rows go through `wide_argmax` and `wide_logits`, whose numbers are the same."""
+        """Whether so many rows go through `head_argmax` and `head_logits`, whose numbers are the same."""
         return self._head_cut(rows, weight) is not None
 
-    def wide_argmax(self, x: Tensor, weight: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
-        """`shard_argmax` of x @ weight.T without its logits. Only where `takes_head`."""
+    def head_argmax(self, x: Tensor, weight: Tensor, vocab_start: int, count: Tensor) -> tuple[Tensor, Tensor]:
+        """`shard_argmax` of x @ weight.T without its logits. Only where `takes_head`. count: the head's split_count."""
+        cut = self._head_cut(x.shape[0], weight)
+        if isinstance(cut, PeakCut):
+            from engine.kernels.stream_head import stream_argmax
+
+            return stream_argmax(x, weight, vocab_start, cut=cut, count=count, pdl=self.pdl)
         from engine.kernels.wide_gemm import wide_argmax
 
-        cut = self._head_cut(x.shape[0], weight)
         assert cut is not None
         return wide_argmax(x, weight, vocab_start, cut=cut, pdl=self.pdl)
 
-    def wide_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight.T, float32. Only where `takes_head`."""
+    def head_logits(self, x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+        """x @ weight.T, float32. Only where `takes_head`. count: the head's `split_count`."""
+        cut = self._head_cut(x.shape[0], weight)
+        if isinstance(cut, PeakCut):
+            from engine.kernels.stream_head import stream_logits
+
+            return stream_logits(x, weight, cut=cut, count=count, pdl=self.pdl)
         from engine.kernels.wide_gemm import wide_logits
 
-        cut = self._head_cut(x.shape[0], weight)
         assert cut is not None
         return wide_logits(x, weight, cut=cut)
 
-    def _head_cut(self, rows: int, weight: Tensor) -> WideCut | None:
+    def _head_cut(self, rows: int, weight: Tensor) -> PeakCut | WideCut | None:
         if not copy_engine():
             return None
-        return argmax_cut(rows=rows, K=weight.shape[1], N=weight.shape[0], item_bytes=weight.element_size())
+        N, K = weight.shape
+        few = peak_cut(rows=rows, K=K, N=N) if weight.dtype == torch.bfloat16 else None
+        return few or argmax_cut(rows=rows, K=K, N=N, item_bytes=weight.element_size())
 
     def filter_thresholds(
         self,
@@ -205,18 +207,14 @@ class CudaRows:
         count: Tensor,
         int8: Int8Weight | None = None,
     ) -> Tensor | None:
-        """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: `split_counters`. int8:
+        """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: Linear.split_count. int8:
         the weight in 8 bits, which still fewer rows are multiplied by."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
-        in_int8 = int8_of(int8, rows) is not None
-        if not in_int8 and cut_of(weight.dtype, rows=rows, K=K, N=N) is None:
+        if int8_of(int8, rows) is None and cut_of(weight.dtype, rows=rows, K=K, N=N) is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        if in_int8:
-            self._product(x.reshape(rows, K), weight, out, int8=int8, bias=bias, count=count)
-        else:
-            self._triton_product(x.reshape(rows, K), weight, out, bias=bias, count=count)
+        self._product(x.reshape(rows, K), weight, out, int8=int8, bias=bias, count=count)
         return out.view(*x.shape[:-1], N)
 
     def write_context(

@@ -11,7 +11,7 @@ from engine.layers.int8_weight import Int8Weight
 class LayerWeights:
     """A decoder layer's tensors; see `engine.models.decoder.DecoderLayer`. qk_norm: [h + g, D] or None.
 
-    qkv_count and its like: their `engine.layers.cuda_rows.split_counters`. qkv_int8 and its like: in 8 bits.
+    qkv_count and its like: their `engine.layers.linear.split_counters`. qkv_int8 and its like: in 8 bits.
     """
 
     input_norm: Tensor

@@ -1,5 +1,5 @@
 """`Linear`: the one matrix layer every model uses: torch; once prepared, the CPU kernel of `cpu_gemm`; for few rows on
-CUDA, the Triton kernel of `engine.kernels.row_gemm`, for a drafter by weights of 8 bits."""
+CUDA, the kernels of `engine.kernels.row_gemm` and `stream_gemm`, for a drafter by weights of 8 bits."""
 
 import functools
 
@@ -12,10 +12,18 @@ from engine.kernels.int8_choice import keeps_int8, streams_int8
 from engine.layers.cpu_gemm import PackedMatrix
 from engine.layers.cpu_int8_gemm import Int8Matrix, suits_int8
 from engine.layers.cpu_jit import KERNEL_DTYPES, max_kernel_rows, unavailable_reason
-from engine.layers.cuda_rows import cuda_rows, split_counters
+from engine.layers.cuda_rows import cuda_rows
 from engine.layers.int8_weight import Int8Weight, round_weight
 
 _UPCAST_ROWS = 8192  # weight rows widened at a time where torch must return float32 from bfloat16 weights on the CPU
+
+
+def split_counters(num_outputs: int, device: torch.device) -> Tensor:
+    """Counters of split sums for a matrix of so many outputs: int32 zeros, which every product leaves as zeros.
+
+    The matrix owns them, so products that run at the same time (another engine's, or on another stream) share none.
+    """
+    return torch.zeros(num_outputs, dtype=torch.int32, device=device)
 
 
 class Linear(nn.Module):

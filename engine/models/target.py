@@ -133,12 +133,13 @@ class TargetModel(nn.Module):
         """`engine.sampling.sampler.argmax_pair` of `logits`, which are not made. Only where `finds_peaks`."""
         on_gpu = cuda_rows(hidden_MH)
         assert on_gpu is not None
-        return on_gpu.wide_argmax(hidden_MH, self.head.weight[: self.vocab.real], self.vocab.start)
+        weight = self.head.weight[: self.vocab.real]
+        return on_gpu.head_argmax(hidden_MH, weight, self.vocab.start, self.head.split_count)
 
     def _logits(self, head: Linear, hidden_MH: Tensor) -> Tensor:
         on_gpu = cuda_rows(hidden_MH)
         if on_gpu is not None and on_gpu.takes_head(hidden_MH.shape[0], head.weight):
-            logits_MV = on_gpu.wide_logits(hidden_MH, head.weight)
+            logits_MV = on_gpu.head_logits(hidden_MH, head.weight, head.split_count)
         else:
             logits_MV = head.forward(hidden_MH)
         if self.vocab.real < self.vocab.size:

@@ -26,6 +26,8 @@ CASES: list[dict[str, Any]] = [
     {"K": 12288, "N": 4096, "residual": True},
     {"K": 4096, "N": 14336, "norm": True, "swiglu": True},
     {"K": 14336, "N": 4096, "residual": True, "next": True},
+    {"K": 20480, "N": 4096},
+    {"K": 20480, "N": 4096, "bias": True},
     # Cuts that no shape above has: fewer steps than stages, units that go on from one tile and share to the next.
     {"K": 512, "N": 256, "norm": True, "cut": StreamCut(num_splits=1, units=2)},
     {"K": 2048, "N": 192, "residual": True, "next": True, "cut": StreamCut(num_splits=2, units=3, staggered=True)},
@@ -154,3 +156,32 @@ def test_captured_products_follow_each_other() -> None:
         x.copy_(_random(16, 4096, seed=seed))
         graph.replay()
         assert torch.equal(result, chain())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize(("K", "N"), [(20480, 4096), (20480, 512), (2048, 49152), (4096, 32000)])
+@torch.inference_mode()
+def test_a_linear_layer_takes_the_products_cut(K: int, N: int, out_dtype: torch.dtype | None, bias: bool) -> None:
+    """The very bits of the kernel, for rows of any shape, and of torch's form all but its rounding."""
+    from engine.kernels.stream_gemm import stream_gemm
+    from engine.layers.linear import Linear
+
+    if not copy_engine():
+        pytest.skip("needs SM90")
+    layer = Linear(K, N, bias=bias, dtype=torch.bfloat16, device="cuda", out_dtype=out_dtype)
+    layer.weight.copy_(_random(N, K, seed=1, scale=K**-0.5))
+    if layer.bias is not None:
+        layer.bias.copy_(_random(N, seed=2))
+    x = _random(16, K + 8)[:, :K]  # rows that lie further apart than they are long
+    cut = stream_cut(rows=16, K=K, N=N)
+    assert cut is not None
+    want = torch.empty(16, N, dtype=out_dtype or torch.bfloat16, device="cuda")
+    stream_gemm(x, layer.weight, want, cut=cut, count=layer.split_count, bias=layer.bias, pdl=dependent_launch())
+    assert torch.equal(layer.forward(x), want)
+    assert torch.equal(layer.forward(x[:5]), want[:5])
+    assert torch.equal(layer.forward(x.reshape(4, 4, K)), want.view(4, 4, N))
+    exact = x.double() @ layer.weight.double().t() + (0.0 if layer.bias is None else layer.bias.double())
+    torch.testing.assert_close(want.double(), exact, rtol=1e-3 if out_dtype else 1e-2, atol=1e-3 if out_dtype else 1e-2)
+    assert not layer.split_count.any()
