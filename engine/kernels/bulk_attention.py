@@ -25,6 +25,7 @@ from engine.attention.cuda_choice import UNIT, BulkCut
 from engine.kernels.attention_scan import check_layout
 from engine.kernels.bulk_copies import HALF, UNIT_ROWS, bring, rows_of_tile
 from engine.kernels.bulk_scan import attend
+from engine.kernels.device_ops import KEPT
 from engine.kernels.merge_splits import Workspace, merge_splits
 from engine.kernels.turn_heads import Unturned
 
@@ -112,8 +113,8 @@ def _bulk_kernel(
     head_of_all, split = gl.program_id(0), gl.program_id(1)
     sequence = head_of_all // kv_heads
     kv_head = head_of_all % kv_heads
-    start = gl.load(start_ptr + sequence).to(gl.int32)
-    kv_len = gl.load(kv_len_ptr + sequence).to(gl.int32)
+    start = gl.load(start_ptr + sequence, eviction_policy=KEPT).to(gl.int32)
+    kv_len = gl.load(kv_len_ptr + sequence, eviction_policy=KEPT).to(gl.int32)
     table_ptr += sequence * table_stride
     rows = rows_of_tile(table_ptr, split, num_splits, columns, PAGE, UNITS)  # at once: before the length is known
     longest = kv_len

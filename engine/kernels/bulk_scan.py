@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from engine.kernels.bulk_copies import HALF, UNIT_ROWS
+from engine.kernels.device_ops import KEPT
 from engine.kernels.turn_heads import put_new, turn_heads
 
 _NEVER = gl.constexpr(-1e30)  # below every score, and minus infinity less this is no NaN
@@ -74,14 +75,18 @@ def attend(
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, VALUE, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    HALVED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (HALF // 8), HALF // 8], [4, 1], [1, 0])
 
     m = gl.arange(0, BM, gl.SliceLayout(1, WIDE))
     d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
     real = m < Q * G
     q_row = sequence * Q + m // G
     column = (kv_head * G + m % G) * D
+    # The only one with positions past the length, or of the block if that is turned here: see `bulk_attention`.
+    last_unit = split + (left - 1) * num_splits
+    last_tile = (left - 1) // UNITS
+    in_last_tile = (left - 1) % UNITS
     if TURN:
-        last_unit = split + (left - 1) * num_splits  # the only one with positions of the block: see `bulk_attention`
         made = turn_heads(
             q_tile._reinterpret(gl.bfloat16, [D // HALF, BM, HALF], SHARED),
             q_ptr,
@@ -100,9 +105,7 @@ def attend(
             HEAD_NORM,
             PDL,
         )
-        fresh = (last_unit + 1) * UNIT_ROWS > start
-        fence_async_shared()
-        tl.debug_barrier()
+        mixed = (last_unit + 1) * UNIT_ROWS > gl.minimum(start, longest)
     elif GROUP == 0:
         at = q_row * q_row_stride + column
         q_tile.store(gl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None], other=0.0))
@@ -124,17 +127,18 @@ def attend(
     best = gl.full([BM], _NEVER, gl.float32, ROW)
     total = gl.zeros([BM], gl.float32, ROW)
     values = gl.zeros([BM, D], gl.float32, VALUE)
-    for tile in range(GROUP, (left + UNITS - 1) // UNITS, GROUPS):
+    for tile in range(GROUP, last_tile + 1, GROUPS):
         stage = tile % STAGES
         phase = (tile // STAGES) & 1
         end = (split + (tile * UNITS + UNITS - 1) * num_splits + 1) * UNIT_ROWS
         mbarrier.wait(k_full.index(stage), phase)
-        if TURN and fresh & ((tile + 1) * UNITS >= left):
+        if TURN and mixed & (tile == last_tile):
             mbarrier.wait(v_full.index(stage), phase)
             k_units = k_tiles._reinterpret(gl.bfloat16, [STAGES * UNITS * D // HALF, UNIT_ROWS, HALF], SHARED)
             v_units = v_tiles._reinterpret(gl.bfloat16, [STAGES * UNITS * D // HALF, UNIT_ROWS, HALF], SHARED)
-            low_unit = stage * UNITS * (D // HALF) + (left - 1) % UNITS
+            low_unit = stage * UNITS * (D // HALF) + in_last_tile
             put_new(k_units, v_units, made, low_unit, low_unit + UNITS, D)
+        if TURN:
             fence_async_shared()
             tl.debug_barrier()
         score = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -151,13 +155,15 @@ def attend(
         values = values * gl.convert_layout(fade, gl.SliceLayout(1, VALUE))[:, None]
         weight = gl.convert_layout(weight.to(gl.bfloat16), WEIGHT)
         mbarrier.wait(v_full.index(stage), phase)
-        if end > longest:
-            # What lies past the length, or was not brought, may be no number: zero times that would be none.
-            n = gl.arange(0, BN, gl.SliceLayout(1, WIDE))
-            place = (split + (tile * UNITS + n // UNIT_ROWS) * num_splits) * UNIT_ROWS + n % UNIT_ROWS
-            held = v_tiles.index(stage).load(WIDE)
-            tl.debug_barrier()
-            v_tiles.index(stage).store(gl.where((place < longest)[:, None], held, 0.0))
+        if not TURN and (tile == last_tile) & ((last_unit + 1) * UNIT_ROWS > longest):
+            # What lies past the length may be no number: zero times that would be none. Units that the last tile
+            # lacks were brought as zeros.
+            v_units = v_tiles._reinterpret(gl.bfloat16, [STAGES * UNITS * D // HALF, UNIT_ROWS, HALF], SHARED)
+            n = gl.arange(0, UNIT_ROWS, gl.SliceLayout(1, HALVED))
+            real_n = (last_unit * UNIT_ROWS + n < longest)[:, None]
+            for half in gl.static_range(D // HALF):
+                unit = v_units.index(stage * UNITS * (D // HALF) + half * UNITS + in_last_tile)
+                unit.store(gl.where(real_n, unit.load(HALVED), 0.0))
             fence_async_shared()
             tl.debug_barrier()
         values = warpgroup_mma(weight, v_tiles.index(stage), values, is_async=True)
@@ -190,8 +196,9 @@ def attend(
             gl.store(out_ptr + at[:, None] + d[None, :], q_tile.load(WIDE), mask=real[:, None])
         else:
             part_at = (head_of_all.to(gl.int64) * num_splits + split) * BM
-            gl.store(stat_ptr + 2 * part_at + row, best)
-            gl.store(stat_ptr + 2 * part_at + BM + row, total)
+            gl.store(stat_ptr + 2 * part_at + row, best, eviction_policy=KEPT)
+            gl.store(stat_ptr + 2 * part_at + BM + row, total, eviction_policy=KEPT)
             m = gl.arange(0, BM, gl.SliceLayout(1, VALUE))
             d = gl.arange(0, D, gl.SliceLayout(0, VALUE))
-            gl.store(part_ptr + part_at * D + m[:, None] * D + d[None, :], values, mask=(m < Q * G)[:, None])
+            cells = part_ptr + part_at * D + m[:, None] * D + d[None, :]
+            gl.store(cells, values, mask=(m < Q * G)[:, None], eviction_policy=KEPT)

@@ -8,6 +8,10 @@ launched so calls `begin`; then what it follows has ended, with all its writes v
 import triton
 import triton.language as tl
 
+# Policy of what soon is read again, small as it is: rows between two products, lengths, norms. Else the weights of one
+# layer, seven times L2, push it out of there, to memory if it was written and from memory once it is wanted.
+KEPT = tl.constexpr("evict_last")
+
 
 @triton.jit
 def begin(PDL: tl.constexpr):
@@ -53,6 +57,22 @@ def prefetch_rows(row_ptr, bytes_of_half, ITEM_BYTES: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def forget(line_ptr):
+    """Drops the 128 bytes at each pointer, a multiple of 128, from L2: they need not be written to memory.
+
+    They may then hold anything. Whoever reads them must have done so, in all warps.
+    """
+    tl.inline_asm_elementwise(
+        "discard.global.L2 [$1], 128; mov.u32 $0, 0;",
+        "=r,l",
+        [line_ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.cuda_choice import UNIT, BulkCut, DecodeCut, merge_heads
 from engine.kernels.attention_scan import LOG2_E, PLAIN, AttentionOptions, padded_head
-from engine.kernels.device_ops import begin
+from engine.kernels.device_ops import KEPT, begin, forget
 
 
 @triton.jit
@@ -72,14 +72,18 @@ def _merge_kernel(
     WINDOW: tl.constexpr,
     SINK: tl.constexpr,
     IN_TURN: tl.constexpr,
+    FORGETS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program merges one head of a query over all splits at once, or HEADS of them split by split."""
+    """One program merges one head of a query over all splits at once, or HEADS of them split by split.
+
+    FORGETS: what one head's splits left is dropped from L2 once it is read.
+    """
     begin(PDL)
     query_row = tl.program_id(0)
     sequence, query = query_row // Q, query_row % Q
-    start = tl.load(start_ptr + sequence).to(tl.int32)
-    kv_len = tl.load(kv_len_ptr + sequence).to(tl.int32)
+    start = tl.load(start_ptr + sequence, eviction_policy=KEPT).to(tl.int32)
+    kv_len = tl.load(kv_len_ptr + sequence, eviction_policy=KEPT).to(tl.int32)
     active = _splits_of_a_query(start, kv_len, query, num_splits, BN, MIN_TILES, CAUSAL, WINDOW, IN_TURN)
     d = tl.arange(0, DP)
     out_row_ptr = out_ptr + query_row.to(tl.int64) * out_row_stride
@@ -109,7 +113,12 @@ def _merge_kernel(
         if SINK:
             whole += tl.exp2(sink - origin)
         mean = tl.sum(values * gain[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-        tl.store(out_row_ptr + head * D + d, mean.to(out_ptr.dtype.element_ty), mask=d < D)
+        tl.store(out_row_ptr + head * D + d, mean.to(out_ptr.dtype.element_ty), mask=d < D, eviction_policy=KEPT)
+        if FORGETS:
+            tl.debug_barrier()
+            line = tl.arange(0, DP // 32) * 32
+            written = tl.minimum(s, num_splits - 1)
+            forget(part_ptr + ((base + written) * BM + row)[:, None] * DP + line[None, :])
     else:
         heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         real = heads < G * kv_heads
@@ -206,6 +215,7 @@ def merge_splits(
         WINDOW=options.window or 0,
         SINK=options.sink_h is not None,
         IN_TURN=isinstance(cut, BulkCut),
+        FORGETS=isinstance(cut, BulkCut) and out_NE.is_cuda,
         PDL=pdl,
         num_warps=1 if heads == 1 and splits <= 16 else 4,
         launch_pdl=pdl,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention_scan import precision
-from engine.kernels.device_ops import begin, prefetch_rows, rounded, row_squares
+from engine.kernels.device_ops import KEPT, begin, prefetch_rows, rounded, row_squares
 from engine.kernels.gemm_choice import GemmCut
 from engine.kernels.tile_product import shared_sum, tile_product
 
@@ -115,14 +115,14 @@ def _row_gemm_kernel(
         if RESIDUAL:
             y = rounded(y, out_ptr) + residual.to(tl.float32)
         out = y.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + m[:, None] * out_stride + n[None, :], out, mask=write)
+        tl.store(out_ptr + m[:, None] * out_stride + n[None, :], out, mask=write, eviction_policy=KEPT)
         if SCALED:
             value = out.to(tl.float32)
             norm = tl.load(next_norm_ptr + n, mask=exists, other=0.0).to(tl.float32)
             scaled = (value * norm[None, :]).to(scaled_ptr.dtype.element_ty)
-            tl.store(scaled_ptr + m[:, None] * N + n[None, :], scaled, mask=write)
+            tl.store(scaled_ptr + m[:, None] * N + n[None, :], scaled, mask=write, eviction_policy=KEPT)
             squares = tl.sum(tl.where(exists[None, :], value * value, 0.0), 1)
-            tl.store(squares_out_ptr + m * tl.num_programs(0) + tile, squares, mask=real)
+            tl.store(squares_out_ptr + m * tl.num_programs(0) + tile, squares, mask=real, eviction_policy=KEPT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

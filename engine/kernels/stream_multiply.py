@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.device_ops import KEPT, forget
 from engine.kernels.stream_copies import TILE
 from engine.kernels.stream_int8 import widened
 
@@ -83,6 +84,10 @@ def multiply(
         n = tile * OUT + gl.arange(0, OUT, gl.SliceLayout(1, END))
         write = real[None, :] & (n < N)[:, None]
         residual = gl.zeros([OUT, BM], gl.float32, END)
+        if BIAS:
+            bias = gl.load(bias_ptr + n, mask=n < N, other=0.0, eviction_policy=KEPT).to(gl.float32)
+        if SCALED:
+            norm = gl.load(next_norm_ptr + n, mask=n < N, other=0.0, eviction_policy=KEPT).to(gl.float32)
         if RESIDUAL:
             at = residual_ptr + m[None, :] * residual_stride + n[:, None]
             residual = gl.load(at, mask=write, other=0.0).to(gl.float32)
@@ -106,7 +111,7 @@ def multiply(
             weight_row = gl.arange(0, TILE, gl.SliceLayout(1, LONG))
             cell = weight_row[:, None] + TILE * gl.arange(0, BM, gl.SliceLayout(0, LONG))[None, :]
             part_at = part_ptr + tile * (SPLITS * BM * TILE) + cell
-            gl.store(part_at + split * (BM * TILE), y)
+            gl.store(part_at + split * (BM * TILE), y, eviction_policy=KEPT)
             tl.debug_barrier()
             last = gl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
             if last:
@@ -129,14 +134,19 @@ def multiply(
             else:
                 value = gl.convert_layout(y, END) * factor[None, :]
                 if BIAS:
-                    value += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+                    value += bias[:, None]
             if RESIDUAL:
                 value = _rounded(value) + residual
             out = value.to(out_ptr.dtype.element_ty)
-            gl.store(out_ptr + m[None, :] * out_stride + n[:, None], out, mask=write)
+            gl.store(out_ptr + m[None, :] * out_stride + n[:, None], out, mask=write, eviction_policy=KEPT)
             if SCALED:
                 value = out.to(gl.float32)
-                norm = gl.load(next_norm_ptr + n, mask=n < N, other=0.0).to(gl.float32)
-                gl.store(scaled_ptr + m[None, :] * N + n[:, None], (value * norm[:, None]).to(gl.bfloat16), mask=write)
+                scaled = (value * norm[:, None]).to(gl.bfloat16)
+                gl.store(scaled_ptr + m[None, :] * N + n[:, None], scaled, mask=write, eviction_policy=KEPT)
                 total = gl.sum(gl.where(write, value * value, 0.0), 0)
-                gl.store(squares_out_ptr + m * num_tiles + tile, total, mask=real)
+                gl.store(squares_out_ptr + m * num_tiles + tile, total, mask=real, eviction_policy=KEPT)
+            if SPLITS > 1:
+                tl.debug_barrier()
+                line = gl.arange(0, BM * TILE // 32, gl.BlockedLayout([1], [32], [4], [0])) * 32
+                for other in gl.static_range(SPLITS):
+                    forget(part_ptr + (tile * SPLITS + other) * (BM * TILE) + line)

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.attention.cuda_choice import UNIT
+from engine.kernels.device_ops import KEPT
 
 _UNIT = gl.constexpr(UNIT)
 
@@ -37,11 +38,12 @@ def _rounded(x):
 @gluon.jit
 def _factors(norm_at, cos_ptr, sin_ptr, angle_at, read, HALF: gl.constexpr, HEAD_NORM: gl.constexpr):
     """What turns rows of heads: their norm's weights at norm_at, cosines, and sines of the second half."""
-    cos = gl.load(cos_ptr + angle_at, mask=read, other=0.0)
-    sin = gl.load(sin_ptr + angle_at + HALF, mask=read, other=0.0)
+    cos = gl.load(cos_ptr + angle_at, mask=read, other=0.0, eviction_policy=KEPT)
+    sin = gl.load(sin_ptr + angle_at + HALF, mask=read, other=0.0, eviction_policy=KEPT)
     norm_low, norm_high = cos, cos
     if HEAD_NORM:
-        norm_low, norm_high = gl.load(norm_at), gl.load(norm_at + HALF)
+        norm_low = gl.load(norm_at, eviction_policy=KEPT)
+        norm_high = gl.load(norm_at + HALF, eviction_policy=KEPT)
     return norm_low, norm_high, cos, sin
 
 
@@ -81,7 +83,8 @@ def turn_heads(
     """One KV head's queries into a tile of BM rows, given as its halves of the columns.
 
     Of the block's keys and values those in one unit of 16 positions go to the cache; their halves are returned, with
-    the positions that they are at. Waits for the product that makes the heads, not for weights and angles.
+    the unit's positions that they are at and those within the length. Waits for the product that makes the heads, not
+    for weights and angles.
 
     turn: the pointers to weights, angles, slots and caches, the stride of the angles' rows, the norm's epsilon.
     """
@@ -114,7 +117,7 @@ def turn_heads(
         HALF,
         HEAD_NORM,
     )
-    slot = gl.load(slot_ptr + row, mask=new, other=0)
+    slot = gl.load(slot_ptr + row, mask=new, other=0, eviction_policy=KEPT)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -134,19 +137,22 @@ def turn_heads(
     gl.store(k_ptr + cell + HALF, k_high, mask=new[:, None])
     gl.store(v_ptr + cell, v_low, mask=new[:, None])
     gl.store(v_ptr + cell + HALF, v_high, mask=new[:, None])
-    return new, k_low, k_high, v_low, v_high
+    return new, place < longest, k_low, k_high, v_low, v_high
 
 
 @gluon.jit
 def put_new(k_units, v_units, made, low_unit, high_unit, D: gl.constexpr):
-    """What `turn_heads` returned in place of what lies in two units, the halves of the columns."""
+    """What `turn_heads` returned in place of what lies in two units, the halves of the columns.
+
+    Values past the length, which may be no number, become zeros.
+    """
     HALF: gl.constexpr = D // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (HALF // 8), HALF // 8], [4, 1], [1, 0])
-    new = made[0][:, None]
-    k_low = gl.where(new, made[1], k_units.index(low_unit).load(LAYOUT))
-    k_high = gl.where(new, made[2], k_units.index(high_unit).load(LAYOUT))
-    v_low = gl.where(new, made[3], v_units.index(low_unit).load(LAYOUT))
-    v_high = gl.where(new, made[4], v_units.index(high_unit).load(LAYOUT))
+    new, held = made[0][:, None], made[1][:, None]
+    k_low = gl.where(new, made[2], k_units.index(low_unit).load(LAYOUT))
+    k_high = gl.where(new, made[3], k_units.index(high_unit).load(LAYOUT))
+    v_low = gl.where(new, made[4], gl.where(held, v_units.index(low_unit).load(LAYOUT), 0.0))
+    v_high = gl.where(new, made[5], gl.where(held, v_units.index(high_unit).load(LAYOUT), 0.0))
     k_units.index(low_unit).store(k_low)
     v_units.index(low_unit).store(v_low)
     k_units.index(high_unit).store(k_high)

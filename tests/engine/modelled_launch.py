@@ -235,15 +235,21 @@ class Launch:
             for product in products:
                 product.mark()
 
-        def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
+        def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0, **_: str) -> Tensor:
             where, asked = pointer.places(mask)
             return torch.where(asked, pointer.memory[where], torch.tensor(other).to(pointer.memory.dtype))
 
-        def store(pointer: Pointer, value: Any, mask: Tensor | None = None) -> None:
+        def store(pointer: Pointer, value: Any, mask: Tensor | None = None, eviction_policy: str = "") -> None:
             assert self._before_ended, "the kernel before may still read here"
             where, asked = pointer.places(mask)
             values = torch.as_tensor(value, dtype=pointer.memory.dtype).expand_as(where)[asked].clone()
             self._stores.append((program, lambda: pointer.memory.__setitem__(where[asked], values)))
+
+        def forget(pointer: Pointer) -> None:
+            turns.until()
+            line = 128 // pointer.memory.element_size()
+            assert (pointer.at % line == 0).all()
+            pointer.memory[(pointer.at[:, None] + torch.arange(line)).flatten()] = math.nan
 
         def atomic_add(pointer: Pointer, value: int, sem: str) -> int:
             turns.until()
@@ -297,6 +303,8 @@ class Launch:
             "fence_async_shared": whatever,
             "gdc_wait": lambda: turns.until(lambda: self._before_ended),
             "gdc_launch_dependents": whatever,
+            "KEPT": "evict_last",
+            "forget": forget,
             "torch": SimpleNamespace(
                 **{name: getattr(torch, name) for name in ("int8", "bfloat16", "float32")},
                 empty=lambda *shape, dtype, device: torch.full(shape, math.nan, dtype=dtype),

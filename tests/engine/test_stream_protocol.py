@@ -132,6 +132,17 @@ FAULTS = {
         "tl.debug_barrier()\n            last =",
         "last =",
     ),
+    "another tile's shares forgotten": (
+        "stream_multiply",
+        "forget(part_ptr + (tile *",
+        "forget(part_ptr + (tile // 2 *",
+    ),
+    "shares forgotten before they are added": (
+        "stream_multiply",
+        "                y = gl.zeros([TILE, BM], gl.float32, LONG)\n",
+        "                forget(part_ptr + tile * (SPLITS * BM * TILE) + gl.arange(0, 32, None) * 32)\n"
+        "                y = gl.zeros([TILE, BM], gl.float32, LONG)\n",
+    ),
     "counters left as they are": ("stream_multiply", "gl.store(count_ptr + tile, 0)", "pass"),
     "halves loaded before all have stored": (
         "stream_multiply",

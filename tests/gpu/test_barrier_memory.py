@@ -68,7 +68,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "cut",
-    [BulkCut(num_splits=16), BulkCut(num_splits=1, num_stages=3), BulkCut(num_splits=1, groups=2)],
+    [
+        BulkCut(num_splits=16),
+        BulkCut(num_splits=16, positions=128, num_stages=2),
+        BulkCut(num_splits=1, num_stages=3),
+        BulkCut(num_splits=1, groups=2),
+    ],
     ids=str,
 )
 def test_attention(compiled: dict[str, str], cut: BulkCut) -> None:

@@ -35,8 +35,17 @@ PROBLEMS = [
     replace(QWEN, q_lens=(32,), h=16, g=8),
     replace(QWEN, q_lens=(20,), h=4, g=4),
 ]
+# Lengths around the end of a unit, of a tile of every split, and of a tile of one split.
+EDGES = [
+    replace(QWEN, q_lens=(queries,), starts=(length - queries,))
+    for queries in (1, 8, 16)
+    for length in (1, 15, 16, 17, 1023, 1024, 1025, 1040, 1041, 2047, 2048, 2049, 2064, 2065, 4096)
+    if length >= queries
+]
+LONE = BulkCut(num_splits=16)
 CUTS = [
-    BulkCut(num_splits=16),
+    LONE,
+    BulkCut(num_splits=16, positions=128, num_stages=2),
     BulkCut(num_splits=1, positions=64, num_stages=3),
     BulkCut(num_splits=1, num_stages=4, groups=2),
     BulkCut(num_splits=2, num_stages=4, groups=2),
@@ -75,7 +84,9 @@ def _attend(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("problem", "cut"),
-    [(problem, cut) for i, cut in enumerate(CUTS) for problem in PROBLEMS[:: 1 if i < 3 else 3]],
+    [(problem, cut) for i, cut in enumerate(CUTS) for problem in PROBLEMS[:: 1 if i < 4 else 3]]
+    + [(problem, LONE) for problem in EDGES]
+    + [(problem, cut) for cut in CUTS[1:] for problem in EDGES[::5]],
     ids=str,
 )
 def test_equals_attention_in_float64(problem: Problem, cut: BulkCut) -> None:

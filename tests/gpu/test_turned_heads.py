@@ -18,6 +18,7 @@ from engine.kernels.row_ops import rotate_and_write
 from engine.kernels.turn_heads import Unturned
 
 EPS = 1e-6
+LONE = BulkCut(num_splits=16)
 QWEN = Problem(q_lens=(16,), starts=(1000,), h=32, g=8, D=128)
 PROBLEMS = [replace(QWEN, starts=(start,)) for start in (0, 3, 15, 16, 240, 250, 1009, 1024, 4096)] + [
     replace(QWEN, short=(5,)),
@@ -29,8 +30,16 @@ PROBLEMS = [replace(QWEN, starts=(start,)) for start in (0, 3, 15, 16, 240, 250,
     replace(QWEN, q_lens=(9,), h=28, g=4),
     replace(QWEN, q_lens=(32,), h=16, g=8),
 ]
+# Lengths around the end of a unit, of a tile of every split, and of a tile of one split.
+EDGES = [
+    replace(QWEN, q_lens=(queries,), starts=(length - queries,))
+    for queries in (1, 8, 16)
+    for length in (1, 15, 16, 17, 1023, 1024, 1025, 1040, 1041, 2047, 2048, 2049, 2064, 2065, 4096)
+    if length >= queries
+]
 CUTS = [
-    BulkCut(num_splits=16),
+    LONE,
+    BulkCut(num_splits=16, positions=128, num_stages=2),
     BulkCut(num_splits=3, positions=32, num_stages=2),
 ]
 
@@ -95,9 +104,12 @@ class Turning:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize(
+    ("problem", "normed", "cut"),
+    [(problem, normed, cut) for cut in CUTS for normed in (True, False) for problem in PROBLEMS]
+    + [(problem, True, LONE) for problem in EDGES],
+    ids=str,
+)
 def test_equals_turning_ahead(problem: Problem, normed: bool, cut: BulkCut) -> None:
     if not copy_engine():
         pytest.skip("needs SM90")
@@ -125,10 +137,10 @@ def test_bits_do_not_depend_on_the_place_in_a_block(base: int) -> None:
     angle = torch.arange(base + 48, device="cuda")[:, None] * torch.logspace(0, -4, 64, device="cuda")
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
     table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
-    first = Turning(replace(QWEN, starts=(base + 32,)), BulkCut(num_splits=16))
+    first = Turning(replace(QWEN, starts=(base + 32,)), LONE)
     k_all, v_all = (cache.nan_to_num() for cache in first.caches)
     for start in range(base, base + 17):
-        turning = Turning(replace(QWEN, starts=(start,), spare=base + 32 - start), BulkCut(num_splits=16))
+        turning = Turning(replace(QWEN, starts=(start,), spare=base + 32 - start), LONE)
         turning.caches = [k_all.clone(), v_all.clone()]
         turning.heads = whole[start : start + 16]
         turning.angles = table[start : start + 16, :1], table[start : start + 16, 1:]
