@@ -151,7 +151,7 @@ class Step:
     def run_target(self) -> torch.Tensor:
         positions, ctx = self.context_of(self.draft_len + 1, True)
         out = self.target.forward(self.ids, positions, ctx, self.kv, self.taps)
-        peaks_M = self.likeliest(out.hidden_NH, self.target.logits)
+        peaks_M = self.likeliest(out.hidden_NH, self.target.finds_peaks, self.target.logits)
         assert out.taps_NTH is not None
         self.drafter.write_context(self.drafter.context_features(out.taps_NTH), positions, ctx.slot_mapping_N, self.kv)
         return peaks_M
@@ -161,11 +161,13 @@ class Step:
         block = self.drafter.enter(self.target.embedding, self.block_ids, positions)
         hidden = self.drafter.forward(block, ctx, self.kv)
         rows = hidden.view(self.start.shape[0], BLOCK, -1)[:, 1 : max(self.draft_len, 1) + 1].flatten(0, 1)
-        return self.likeliest(rows, self.target.draft_logits)
+        return self.likeliest(rows, self.target.finds_draft_peaks, self.target.draft_logits)
 
-    def likeliest(self, rows_MH: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Token ids, as the engine's greedy programs find them."""
-        if self.target.finds_peaks(rows_MH.shape[0]):
+    def likeliest(
+        self, rows_MH: torch.Tensor, finds: Callable[[int], bool], logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Token ids, as the engine's greedy programs find them: target's and drafter's each ask their own `finds`."""
+        if finds(rows_MH.shape[0]):
             return self.target.peaks(rows_MH)[1]
         return argmax_pair(logits(rows_MH), 0)[1]
 

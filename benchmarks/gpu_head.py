@@ -39,36 +39,16 @@ from engine.layers.linear import Linear
 K, VOCAB = 4096, 151936
 Way = Callable[[Tensor], tuple[Tensor, Tensor]]
 PEAK_CUTS = [
-    PeakCut(  # type: ignore[misc]
-        outputs=outputs,
-        inputs=inputs,
-        num_stages=stages,
-        holds_rows=holds,
-        order=order,  # type: ignore[arg-type]
-        staggered=staggered,
-    )
-    for outputs, inputs, stages, holds, order, staggered in (
-        (64, 256, 3, True, "apart", False),
-        (64, 256, 5, False, "apart", False),
-        (64, 256, 3, True, "free", False),
-        (64, 256, 3, True, "apart", True),
-        (64, 256, 5, False, "apart", True),
-        (128, 128, 6, False, "apart", False),
-        (64, 128, 6, True, "apart", False),
-        (64, 256, 5, False, "free", False),
-        (64, 256, 3, True, "together", False),
-        (64, 256, 4, False, "apart", False),
-    )
+    PeakCut(),
+    PeakCut(outputs=128, inputs=128, num_stages=6),
+    PeakCut(num_stages=4),
 ]
 # Of tiles of fewer or more rows.
 OTHER_CUTS = [
-    PeakCut(rows=8, inputs=256, num_stages=5, holds_rows=True, order="apart"),
-    PeakCut(rows=8, inputs=256, num_stages=5, holds_rows=True, order="free"),
-    PeakCut(rows=8, inputs=256, num_stages=6, holds_rows=False, order="apart"),
-    PeakCut(rows=32, inputs=256, num_stages=4, holds_rows=False, order="apart"),
-    PeakCut(rows=32, outputs=128, inputs=128, num_stages=5, holds_rows=False, order="apart"),
-    PeakCut(rows=32, outputs=128, inputs=128, num_stages=5, holds_rows=False, order="free"),
-    PeakCut(rows=64, outputs=128, inputs=128, num_stages=4, holds_rows=False, order="apart"),
+    PeakCut(rows=8, num_stages=6),
+    PeakCut(rows=32, num_stages=4),
+    PeakCut(rows=32, outputs=128, inputs=128),
+    PeakCut(rows=64, outputs=128, inputs=128, num_stages=4),
 ]
 WIDE_CUTS = [
     WideCut(outputs=256),
@@ -82,9 +62,7 @@ WIDE_CUTS = [
 def name_of(cut: PeakCut | WideCut) -> str:
     if isinstance(cut, WideCut):
         return f"wide {cut.rows} rows {cut.outputs} x {cut.inputs}, {cut.num_stages} stages"
-    words = [f"{cut.rows} rows {cut.outputs} x {cut.inputs}, {cut.num_stages} stages", cut.order]
-    words += [name for name in ("holds_rows", "staggered") if getattr(cut, name)]
-    return " ".join(words)
+    return f"{cut.rows} rows {cut.outputs} x {cut.inputs}, {cut.num_stages} stages"
 
 
 class Ways:
@@ -93,7 +71,6 @@ class Ways:
     def __init__(self, vocab: int) -> None:
         self.weight = torch.randn(vocab, K, device="cuda", dtype=torch.bfloat16) * K**-0.5
         self.norm = torch.ones(K, device="cuda", dtype=torch.bfloat16)
-        self.count = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.pdl = dependent_launch()
         self.head = Linear(K, 0, dtype=torch.bfloat16, device="cuda", out_dtype=torch.float32)
         self.head.weight = torch.nn.Parameter(self.weight, requires_grad=False)
@@ -107,12 +84,12 @@ class Ways:
 
     def of(self, cut: PeakCut | WideCut) -> Way:
         if isinstance(cut, PeakCut):
-            return lambda x: stream_argmax(x, self.weight, 0, cut=cut, count=self.count, pdl=self.pdl)
+            return lambda x: stream_argmax(x, self.weight, 0, cut=cut, pdl=self.pdl)
         return lambda x: wide_argmax(x, self.weight, 0, cut=cut, pdl=self.pdl)
 
     def with_logits(self, cut: PeakCut) -> Way:
         def run(x: Tensor) -> tuple[Tensor, Tensor]:
-            return shard_argmax(stream_logits(x, self.weight, cut=cut, count=self.count, pdl=self.pdl), 0, pdl=self.pdl)
+            return shard_argmax(stream_logits(x, self.weight, cut=cut, pdl=self.pdl), 0, pdl=self.pdl)
 
         return run
 
@@ -129,14 +106,13 @@ def check(name: str) -> None:
     ways = Ways(VOCAB)
     for rows in sorted({1, cut.rows // 2, cut.rows}):
         x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
-        logits = stream_logits(x, ways.weight, cut=cut, count=ways.count, pdl=ways.pdl)
+        logits = stream_logits(x, ways.weight, cut=cut, pdl=ways.pdl)
         torch.testing.assert_close(logits, torch.mm(x, ways.weight.t(), out_dtype=torch.float32), rtol=1e-3, atol=1e-3)
         value, index = shard_argmax(logits, 0)
         for _ in range(50):
             found = ways.of(cut)(x)
             assert torch.equal(found[0], value) and torch.equal(found[1], index)
         ways.us(ways.of(cut), x)
-        assert not ways.count.any()
 
 
 def checked(cuts: list[PeakCut], seconds: float) -> tuple[list[PeakCut], dict[str, str]]:
@@ -192,11 +168,10 @@ def timed(ways: Ways, rows: int, named: dict[str, Way], rounds: int) -> dict[str
 
 
 def same_logits(ways: Ways, right: list[PeakCut]) -> dict[str, bool]:
-    """Whether tiles of other sizes give eight rows the very bits of the first cut. (Staggered sums never do.)"""
+    """Whether tiles of other sizes give eight rows the very bits of the first cut."""
     x = torch.randn(8, K, device="cuda", dtype=torch.bfloat16)
-    cuts = [cut for cut in right if cut.order == "apart" and not cut.staggered]
-    found = [stream_logits(x, ways.weight, cut=cut, count=ways.count) for cut in cuts]
-    return {name_of(cut): torch.equal(logits, found[0]) for cut, logits in zip(cuts, found, strict=True)}
+    found = [stream_logits(x, ways.weight, cut=cut) for cut in right]
+    return {name_of(cut): torch.equal(logits, found[0]) for cut, logits in zip(right, found, strict=True)}
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.layers.cuda_rows import CudaRows, cuda_rows
-from engine.layers.linear import split_counters
 
 COPIES = 3  # of each weight
 SHAPES = {
@@ -41,8 +40,7 @@ def product(name: str, kernels: CudaRows, x: Tensor, weight: Tensor) -> Callable
         )
     if name == "head":
         if kernels.takes_head(x.shape[0], weight):
-            count = split_counters(weight.shape[0], weight.device)
-            return lambda: kernels.head_argmax(x, weight, 0, count)
+            return lambda: kernels.head_argmax(x, weight, 0, weight.shape[0])
         return lambda: kernels.shard_argmax(torch.mm(x, weight.t(), out_dtype=torch.float32), 0)
     return lambda: F.linear(x, weight)
 

@@ -1,9 +1,9 @@
 """Head and largest logits of few rows on SM90, the weight brought by the tensor copy engine as in `stream_gemm`.
 
-A program an SM takes tiles of weight rows in turn: one warp asks for weights, four multiply. Each thread keeps, for
-each of its places in a tile, the largest logit so far and the tile it was in; only at its end does a program look for
-the largest of all. What is left to the kernel behind is one pair per row and program. The first weights are asked for
-before the wait for the kernel before this one.
+A program an SM takes tiles of weight rows, as many apart as there are programs: one warp asks for weights, four
+multiply. Each thread keeps, for each of its places in a tile, the largest logit so far and the tile it was in; only at
+its end does a program look for the largest of all. What is left to the kernel behind is one pair per row and program.
+The first weights are asked for before the wait for the kernel before this one.
 
 A row's bits depend on that row alone, and are the same whether the logits or their peaks are written.
 
@@ -35,14 +35,6 @@ _END = gl.constexpr(-1)  # in a tile's place: there is none left
 
 
 @gluon.jit
-def _place(step, tile, STEPS: gl.constexpr, STAGGERED: gl.constexpr):
-    """Which columns a tile's step takes. Follows from the tile, not from the program, and so do the sums' bits."""
-    if STAGGERED:
-        step = (step + tile * 5) % STEPS
-    return step
-
-
-@gluon.jit
 def _compare(
     w_tiles,
     x_tiles,
@@ -60,8 +52,6 @@ def _compare(
     TILE: gl.constexpr,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
-    HOLDS_X: gl.constexpr,
-    STAGGERED: gl.constexpr,
     LOGITS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -80,18 +70,12 @@ def _compare(
     number = tile * 0
     while tile != _END:
         sums = gl.zeros([TILE, BM], gl.float32, SUMS)
-        for step in range(STEPS):
+        for _ in range(STEPS):
             stage = number % STAGES
             phase = (number // STAGES) & 1
             mbarrier.wait(w_full.index(stage), phase)
-            if HOLDS_X:
-                x_stage = _place(step, tile, STEPS, STAGGERED)
-                mbarrier.wait(x_full.index(x_stage), 0)
-            else:
-                x_stage = stage
-                mbarrier.wait(x_full.index(stage), phase)
-            x_tile = x_tiles.index(x_stage).permute((1, 0))
-            sums = warpgroup_mma(w_tiles.index(stage), x_tile, sums, is_async=True)
+            mbarrier.wait(x_full.index(stage), phase)
+            sums = warpgroup_mma(w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=(sums,))
             tl.debug_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -157,55 +141,32 @@ def _bring(
     w_full,
     x_full,
     empty,
-    count_ptr,
     num_tiles,
     BM: gl.constexpr,
     TILE: gl.constexpr,
     BK: gl.constexpr,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
-    HOLDS_X: gl.constexpr,
-    ORDER: gl.constexpr,
-    STAGGERED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    program, num_programs = gl.program_id(0), gl.num_programs(0)
-    tile, end, stride = program, num_tiles, num_programs
-    if ORDER == "together":
-        tile = program * num_tiles // num_programs
-        end = (program + 1) * num_tiles // num_programs
-        stride = 1
+    tile = gl.program_id(0)
     _announce(tile_of, 0, tile)
     for step in range(STAGES):
-        _bring_weights(w_desc, w_units, w_full, step, tile, _place(step, tile, STEPS, STAGGERED), TILE, BK)
+        _bring_weights(w_desc, w_units, w_full, step, tile, step, TILE, BK)
     if PDL:
         gdc_wait()
-    if HOLDS_X:
-        for step in range(STEPS):
-            place = _place(step, tile, STEPS, STAGGERED)
-            _bring_rows(x_desc, x_units, x_full, place, place, BM, BK)
     number = tile * 0
-    while tile < end:
-        following = tile + stride
-        if ORDER == "free":
-            ticket = gl.atomic_add(count_ptr, 1, sem="relaxed")
-            following = num_programs + ticket
-            if ticket == num_tiles - 1:  # the last that any program takes: ready for the next launch
-                gl.store(count_ptr, 0)
+    while tile < num_tiles:
         for step in range(STEPS):
             stage = number % STAGES
-            place = _place(step, tile, STEPS, STAGGERED)
-            # Not of the first fill: what held all of x may have been multiplied before this loop began, and a wait for
-            # the phase before a barrier's first would then be one for its second.
-            if number >= STAGES:
+            if number >= STAGES:  # the first fill is on its way
                 mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
                 if step == 0:
                     _announce(tile_of, stage, tile)
-                _bring_weights(w_desc, w_units, w_full, stage, tile, place, TILE, BK)
-            if not HOLDS_X:
-                _bring_rows(x_desc, x_units, x_full, stage, place, BM, BK)
+                _bring_weights(w_desc, w_units, w_full, stage, tile, step, TILE, BK)
+            _bring_rows(x_desc, x_units, x_full, stage, step, BM, BK)
             number += 1
-        tile = following
+        tile += gl.num_programs(0)
     stage = number % STAGES
     mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)
     _announce(tile_of, stage, _END)
@@ -219,7 +180,6 @@ def _head_kernel(
     value_ptr,
     id_ptr,
     logits_ptr,
-    count_ptr,
     M,
     V,
     num_tiles,
@@ -229,28 +189,23 @@ def _head_kernel(
     BK: gl.constexpr,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
-    HOLDS_X: gl.constexpr,
-    ORDER: gl.constexpr,
-    STAGGERED: gl.constexpr,
     LOGITS: gl.constexpr,
     SHARED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    X_STAGES: gl.constexpr = STEPS if HOLDS_X else STAGES
     BOXES: gl.constexpr = BK // BOX
     w_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, BK], SHARED)
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [X_STAGES, BM, BK], SHARED)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], SHARED)
     # A tile lies in pieces of 64 columns, row after row: a copy is one of them.
     w_units = w_tiles._reinterpret(gl.bfloat16, [STAGES * BOXES, TILE, BOX], SHARED)
-    x_units = x_tiles._reinterpret(gl.bfloat16, [X_STAGES * BOXES, BM, BOX], SHARED)
+    x_units = x_tiles._reinterpret(gl.bfloat16, [STAGES * BOXES, BM, BOX], SHARED)
     tile_of = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(w_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    for stage in gl.static_range(X_STAGES):
         mbarrier.init(x_full.index(stage), count=1)
     fence_async_shared()
     gl.warp_specialize(
@@ -274,8 +229,6 @@ def _head_kernel(
                     TILE,
                     STEPS,
                     STAGES,
-                    HOLDS_X,
-                    STAGGERED,
                     LOGITS,
                     PDL,
                 ),
@@ -291,16 +244,12 @@ def _head_kernel(
                     w_full,
                     x_full,
                     empty,
-                    count_ptr,
                     num_tiles,
                     BM,
                     TILE,
                     BK,
                     STEPS,
                     STAGES,
-                    HOLDS_X,
-                    ORDER,
-                    STAGGERED,
                     PDL,
                 ),
             ),
@@ -311,23 +260,20 @@ def _head_kernel(
 
 
 def stream_argmax(
-    x_MK: Tensor, weight_VK: Tensor, vocab_start: int, *, cut: PeakCut, count: Tensor, pdl: bool = False
+    x_MK: Tensor, weight_VK: Tensor, vocab_start: int, *, cut: PeakCut, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`shard_argmax` of `stream_logits`, which are not written.
-
-    count: int32, one zero or more, zeros again afterwards; calls that may run at the same time need their own.
-    """
+    """`shard_argmax` of `stream_logits`, which are not written."""
     programs = _num_programs(weight_VK, cut)
     value_MC = torch.empty(x_MK.shape[0], programs, dtype=torch.float32, device=x_MK.device)
     id_MC = torch.empty(x_MK.shape[0], programs, dtype=torch.int32, device=x_MK.device)
-    _head(x_MK, weight_VK, cut, count, value_MC, id_MC, None, pdl)
+    _head(x_MK, weight_VK, cut, value_MC, id_MC, None, pdl)
     return argmax_of_chunks(value_MC, id_MC, vocab_start, pdl=pdl)
 
 
-def stream_logits(x_MK: Tensor, weight_VK: Tensor, *, cut: PeakCut, count: Tensor, pdl: bool = False) -> Tensor:
+def stream_logits(x_MK: Tensor, weight_VK: Tensor, *, cut: PeakCut, pdl: bool = False) -> Tensor:
     """x @ weight.T, float32 [M, V]: the very numbers that `stream_argmax` compares."""
     logits_MV = torch.empty(x_MK.shape[0], weight_VK.shape[0], dtype=torch.float32, device=x_MK.device)
-    _head(x_MK, weight_VK, cut, count, logits_MV, logits_MV, logits_MV, pdl)
+    _head(x_MK, weight_VK, cut, logits_MV, logits_MV, logits_MV, pdl)
     return logits_MV
 
 
@@ -339,7 +285,6 @@ def _head(
     x_MK: Tensor,
     weight_VK: Tensor,
     cut: PeakCut,
-    count: Tensor,
     value_MC: Tensor,
     id_MC: Tensor,
     logits_MV: Tensor | None,
@@ -359,7 +304,6 @@ def _head(
         value_MC,
         id_MC,
         value_MC if logits_MV is None else logits_MV,
-        count,
         M,
         V,
         triton.cdiv(V, cut.outputs),
@@ -369,9 +313,6 @@ def _head(
         BK=cut.inputs,
         STEPS=steps,
         STAGES=cut.num_stages,
-        HOLDS_X=cut.holds_rows,
-        ORDER=cut.order,
-        STAGGERED=cut.staggered,
         LOGITS=logits_MV is not None,
         SHARED=_SHARED,
         PDL=pdl,

@@ -123,25 +123,26 @@ class CudaRows:
         """Whether so many rows go through `head_argmax` and `head_logits`, whose numbers are the same."""
         return self._head_cut(rows, weight) is not None
 
-    def head_argmax(self, x: Tensor, weight: Tensor, vocab_start: int, count: Tensor) -> tuple[Tensor, Tensor]:
-        """`shard_argmax` of x @ weight.T without its logits. Only where `takes_head`. count: the head's split_count."""
-        cut = self._head_cut(x.shape[0], weight)
+    def head_argmax(self, x: Tensor, weight: Tensor, vocab_start: int, num_real: int) -> tuple[Tensor, Tensor]:
+        """`shard_argmax` of x @ weight[:num_real].T without its logits. Only where `takes_head`, whose answer follows
+        from the whole weight: padded, it has the same shape on all ranks, which so take the same way."""
+        cut, real = self._head_cut(x.shape[0], weight), weight[:num_real]
         if isinstance(cut, PeakCut):
             from engine.kernels.stream_head import stream_argmax
 
-            return stream_argmax(x, weight, vocab_start, cut=cut, count=count, pdl=self.pdl)
+            return stream_argmax(x, real, vocab_start, cut=cut, pdl=self.pdl)
         from engine.kernels.wide_gemm import wide_argmax
 
         assert cut is not None
-        return wide_argmax(x, weight, vocab_start, cut=cut, pdl=self.pdl)
+        return wide_argmax(x, real, vocab_start, cut=cut, pdl=self.pdl)
 
-    def head_logits(self, x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
-        """x @ weight.T, float32. Only where `takes_head`. count: the head's `split_count`."""
+    def head_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T, float32. Only where `takes_head`."""
         cut = self._head_cut(x.shape[0], weight)
         if isinstance(cut, PeakCut):
             from engine.kernels.stream_head import stream_logits
 
-            return stream_logits(x, weight, cut=cut, count=count, pdl=self.pdl)
+            return stream_logits(x, weight, cut=cut, pdl=self.pdl)
         from engine.kernels.wide_gemm import wide_logits
 
         assert cut is not None
@@ -208,7 +209,8 @@ class CudaRows:
         int8: Int8Weight | None = None,
     ) -> Tensor | None:
         """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: Linear.split_count. int8:
-        the weight in 8 bits, which still fewer rows are multiplied by."""
+        the weight in 8 bits, which still fewer rows are multiplied by. x: begins at a multiple of 16 bytes, its rows
+        lie such apart, as the copy engine wants them; its descriptor raises AssertionError otherwise."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
         if int8_of(int8, rows) is None and cut_of(weight.dtype, rows=rows, K=K, N=N) is None:

@@ -12,6 +12,7 @@ from engine.attention.context import Attention, AttentionContext
 from engine.attention.cpu_paged import cpu_paged_attention
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.model import TargetConfig
+from engine.layers.cuda_cuts import int8_of
 from engine.layers.cuda_rows import cuda_rows
 from engine.layers.linear import Linear
 from engine.layers.rms_norm import RMSNorm
@@ -129,19 +130,27 @@ class TargetModel(nn.Module):
         on_gpu = None if self.head.is_prepared else cuda_rows(self.head.weight)
         return on_gpu is not None and on_gpu.takes_head(num_rows, self.head.weight)
 
+    def finds_draft_peaks(self, num_rows: int) -> bool:
+        """`finds_peaks` for drafting: False where the rounded head takes the rows, of which `peaks` knows nothing."""
+        return not _takes_int8(self.draft_head or self.head, num_rows) and self.finds_peaks(num_rows)
+
     def peaks(self, hidden_MH: Tensor) -> tuple[Tensor, Tensor]:
         """`engine.sampling.sampler.argmax_pair` of `logits`, which are not made. Only where `finds_peaks`."""
         on_gpu = cuda_rows(hidden_MH)
         assert on_gpu is not None
-        weight = self.head.weight[: self.vocab.real]
-        return on_gpu.head_argmax(hidden_MH, weight, self.vocab.start, self.head.split_count)
+        return on_gpu.head_argmax(hidden_MH, self.head.weight, self.vocab.start, self.vocab.real)
 
     def _logits(self, head: Linear, hidden_MH: Tensor) -> Tensor:
-        on_gpu = cuda_rows(hidden_MH)
-        if on_gpu is not None and on_gpu.takes_head(hidden_MH.shape[0], head.weight):
-            logits_MV = on_gpu.head_logits(hidden_MH, head.weight, head.split_count)
+        on_gpu, num_rows = cuda_rows(hidden_MH), hidden_MH.shape[0]
+        if on_gpu is not None and not _takes_int8(head, num_rows) and on_gpu.takes_head(num_rows, head.weight):
+            logits_MV = on_gpu.head_logits(hidden_MH, head.weight)
         else:
             logits_MV = head.forward(hidden_MH)
         if self.vocab.real < self.vocab.size:
             logits_MV[:, self.vocab.real :] = float("-inf")
         return logits_MV
+
+
+def _takes_int8(head: Linear, num_rows: int) -> bool:
+    """Whether so many rows are multiplied by a weight of 8 bits on CUDA."""
+    return int8_of(head.int8_weight, num_rows) is not None

@@ -267,7 +267,7 @@ class DecideAndDraft:
         masks_MH = drafter.draft_hidden(block, inputs.context, self._kv, block_width=width, num_drafts=draft_len)
         if drafter.head is not None:
             return self._draft_tokens.choose_by_head(drafter.head, masks_MH, slots_S, draft_len, filters)
-        if self._draft_tokens.are_greedy(filters) and target.finds_peaks(masks_MH.shape[0]):
+        if self._draft_tokens.are_greedy(filters) and target.finds_draft_peaks(masks_MH.shape[0]):
             return joined_pairs(*target.peaks(masks_MH), self._tp)[1].view(-1, draft_len)
         logits_MV = target.draft_logits(masks_MH)
         return self._draft_tokens.choose(logits_MV, slots_S, draft_len, filters, target.vocab_start)

@@ -1,16 +1,18 @@
-"""A launch of `engine.kernels.stream_gemm` on the CPU: host function, kernel and both its parts from their source.
+"""A launch of `engine.kernels.stream_gemm` or `stream_head` on the CPU: host function, kernel and both its parts from
+their source.
 
 Programs run at once, warps take turns at random, copies end late, and what the kernel before writes is there only some
 time after the launch. What is not there yet reads as NaN. A tile of shared memory is pieces of 128 bytes of columns,
 each of all rows, without the swizzle that no two views of it disagree about.
 
-The warps that multiply are one thread. What it has read and written in shared memory is so for all of them only behind
-a barrier: until then the place is marked, and no copy, store or load that could meet the mark is allowed. What it has
-stored in global memory others see only from the next barrier on.
+The warps of a part are one thread. What it has read and written in shared memory is so for all of them only behind
+a barrier of theirs: until then the place is marked, and no copy, store or load that could meet the mark is allowed.
+What it has stored in global memory others see only from the next barrier on.
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +29,8 @@ FILES = ("stream_copies", "stream_int8", "stream_multiply", "stream_gemm")
 LATE = (1, 3, 10, 60)  # turns that a copy takes
 
 
-def sources() -> dict[str, str]:
-    return {name: (KERNELS / f"{name}.py").read_text() for name in FILES}
+def sources(names: Iterable[str] = FILES) -> dict[str, str]:
+    return {name: (KERNELS / f"{name}.py").read_text() for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +67,18 @@ class Pointer:
 
 
 class Shared:
-    """One tile or several in shared memory. cells: three rows, which are values, marks of reads, marks of writes."""
+    """One tile or several in shared memory. cells: three rows, which are values, marks of reads, marks of writes.
 
-    def __init__(self, cells: Tensor, shape: Sequence[int], piece: int, marked: list[Tensor]) -> None:
+    marked: the list of whose turn it is, for what it has marked.
+    """
+
+    def __init__(self, cells: Tensor, shape: Sequence[int], piece: int, marked: Callable[[], list[Tensor]]) -> None:
         assert cells.shape[1] == math.prod(shape)
         self.cells, self.shape, self.piece, self.marked, self.turned = cells, list(shape), piece, marked, False
 
     def _part(self, first: int, length: int, shape: Sequence[int]) -> "Shared":
         assert 0 <= first <= first + length <= self.cells.shape[1]
-        return Shared(self.cells[:, first : first + length], shape, self.piece, self.marked)
+        return type(self)(self.cells[:, first : first + length], shape, self.piece, self.marked)
 
     def index(self, at: int) -> "Shared":
         size = math.prod(self.shape[1:])
@@ -101,7 +106,7 @@ class Shared:
         assert not self.cells[2].any(), "other warps may still have to write here"
         assert row == 1 or not self.cells[1].any(), "other warps may still have to read here"
         self.cells[row] = 1
-        self.marked.append(self.cells)
+        self.marked().append(self.cells)
 
     def load(self, _: Any) -> Tensor:
         self.mark(1)
@@ -112,6 +117,17 @@ class Shared:
         rows, columns = self.shape
         self.mark(2)
         self.cells[0] = value.view(rows, columns // self.piece, self.piece).transpose(0, 1).reshape(-1)
+
+
+class Numbers(Shared):
+    """Whole numbers in shared memory."""
+
+    def now(self) -> Tensor:
+        return self.cells[0].to(torch.int32)
+
+    def store(self, value: Tensor) -> None:
+        self.mark(2)
+        self.cells[0] = value
 
 
 class Product:
@@ -139,23 +155,24 @@ class Product:
 
 
 class Launch:
-    """late: tensors that the kernel before writes. `stream_gemm` is to be called once.
+    """late: tensors that the kernel before writes. kernel: its name in files, which come in the order of imports.
 
-    After it, ended: whether both parts of every program came to their end, the kernel before them being given time.
+    functions: what a host function sees; one of those is to be called, once. After it, ended: whether both parts of
+    every program came to their end, the kernel before them being given time.
     """
 
-    def __init__(self, seed: int, files: dict[str, str], late: list[Tensor], pdl: bool) -> None:
+    def __init__(self, seed: int, files: dict[str, str], late: list[Tensor], *, pdl: bool, kernel: str) -> None:
         self.turns, self.ended, self.barriers = Turns(seed), False, list[Barrier]()
         self._late, self._before_ended = [(tensor, tensor.clone()) for tensor in late], not pdl
-        self._code = [definitions(files[name]) for name in FILES]
+        self._code = [definitions(source) for source in files.values()]
+        self._kernel = kernel
         self._stores: list[tuple[int, Any]] = []
         if pdl:
             for tensor in late:
                 tensor.fill_(math.nan)
             self.turns.coming.append((self.turns.rng.choice((1, 40, 200)), self._end_before))
-        host = self._names(0, [])
-        host["_stream_kernel"] = _Grid(self._launch)
-        self.stream_gemm = host["stream_gemm"]
+        self.functions = self._names(0, 0, [])
+        self.functions[kernel] = _Grid(self._launch)
 
     def _end_before(self) -> None:
         self._before_ended = True
@@ -168,21 +185,21 @@ class Launch:
         parts: list[tuple[Any, Any]] = []
         pointers = [Pointer(_memory(arg)) if isinstance(arg, Tensor) else arg for arg in args]
         for program in range(programs):
-            self._names(program, parts)["_stream_kernel"](*pointers, **constants)
+            self._names(program, programs, parts)[self._kernel](*pointers, **constants)
         self.ended = self.turns.run([partial(warps, *given) for warps, given in parts])
         self._store_all()
 
-    def _store_all(self, program: int | None = None) -> None:
+    def _store_all(self, part: int | None = None) -> None:
         for of, store in self._stores:
-            if program in (None, of):
+            if part in (None, of):
                 store()
-        self._stores = [later for later in self._stores if program not in (None, later[0])]
+        self._stores = [later for later in self._stores if part not in (None, later[0])]
 
-    def _names(self, program: int, parts: list[tuple[Any, Any]]) -> dict[str, Any]:
+    def _names(self, program: int, programs: int, parts: list[tuple[Any, Any]]) -> dict[str, Any]:
         """What the source runs in. parts: gets the kernel's two, with their arguments."""
         turns, whatever = self.turns, Whatever()
-        marked: list[Tensor] = []
-        products: list[Product] = []
+        marks: defaultdict[int, list[Tensor]] = defaultdict(list)
+        products_of: defaultdict[int, list[Product]] = defaultdict(list)
 
         def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
             if dtype == torch.int64:
@@ -191,7 +208,8 @@ class Launch:
             cells = torch.zeros(3, math.prod(shape))
             cells[0] = math.nan
             piece = shape[-1] if layout is None else 8 * layout.swizzle_byte_width // layout.element_bitwidth
-            return Shared(cells, shape, piece, marked)
+            kind = Numbers if dtype == torch.int32 else Shared
+            return kind(cells, shape, piece, lambda: marks[turns.number])
 
         def copy(desc: Any, at: list[int], barrier: Barrier, to: Shared) -> None:
             rows, columns = desc.box
@@ -213,26 +231,24 @@ class Launch:
 
         def multiplied(w: Any, x: Shared, sums: Any, is_async: bool) -> Product:
             turns.until()
-            products.append(Product(w, x, sums))
+            products_of[turns.number].append(product := Product(w, x, sums))
             turns.until()
-            return products[-1]
+            return product
 
         def wait_for_products(number: int, deps: tuple[Product, ...]) -> Any:
             turns.until()
             assert number == 0
-            for product in products:
+            for product in products_of.pop(turns.number, []):
                 product.end()
-            products.clear()
             values = tuple(product.value for product in deps)
             return values if len(values) > 1 else values[0]
 
         def barrier() -> None:
             turns.until()
-            self._store_all(program)
-            for cells in marked:
+            self._store_all(turns.number)
+            for cells in marks.pop(turns.number, []):
                 cells[1:] = 0
-            marked.clear()
-            for product in products:
+            for product in products_of[turns.number]:
                 product.mark()
 
         def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0, **_: str) -> Tensor:
@@ -243,7 +259,7 @@ class Launch:
             assert self._before_ended, "the kernel before may still read here"
             where, asked = pointer.places(mask)
             values = torch.as_tensor(value, dtype=pointer.memory.dtype).expand_as(where)[asked].clone()
-            self._stores.append((program, lambda: pointer.memory.__setitem__(where[asked], values)))
+            self._stores.append((turns.number, lambda: pointer.memory.__setitem__(where[asked], values)))
 
         def forget(pointer: Pointer) -> None:
             turns.until()
@@ -268,7 +284,8 @@ class Launch:
         gl = SimpleNamespace(
             constexpr=Constant,
             **{
-                name: getattr(torch, name) for name in ("int8", "int64", "bfloat16", "float32", "rsqrt", "exp", "where")
+                name: getattr(torch, name)
+                for name in ("int8", "int32", "int64", "bfloat16", "float32", "rsqrt", "exp", "where")
             },
             **dict.fromkeys(("NVMMADistributedLayout", "BlockedLayout", "SliceLayout"), whatever),
             **dict.fromkeys(("DistributedLinearLayout", "DotOperandLayout"), whatever),
@@ -280,8 +297,11 @@ class Launch:
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
             convert_layout=lambda value, *_, **__: value.clone(),
             sum=lambda value, dim: value.sum(dim),
+            max=lambda value, dim: value.amax(dim),
+            min=lambda value, dim: value.amin(dim),
             static_range=range,
             program_id=lambda _: program,
+            num_programs=lambda _: programs,
             warp_specialize=lambda of_warps, *_: parts.extend(of_warps),
             load=load,
             store=store,
@@ -306,12 +326,16 @@ class Launch:
             "KEPT": "evict_last",
             "forget": forget,
             "torch": SimpleNamespace(
-                **{name: getattr(torch, name) for name in ("int8", "bfloat16", "float32")},
-                empty=lambda *shape, dtype, device: torch.full(shape, math.nan, dtype=dtype),
+                **{name: getattr(torch, name) for name in ("int8", "int32", "bfloat16", "float32")},
+                empty=lambda *shape, dtype, device: torch.full(
+                    shape, math.nan if dtype.is_floating_point else -7, dtype=dtype
+                ),
             ),
             "Tensor": Tensor,
             "Scaled": Scaled,
             "StreamCut": whatever,
+            "PeakCut": whatever,
+            "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
             "STREAM_TILE": 64,
             "TensorDescriptor": SimpleNamespace(
                 from_tensor=lambda tensor, box, _: SimpleNamespace(tensor=tensor, box=box)

@@ -117,6 +117,11 @@ class Turns:
 
     _local = threading.local()
 
+    @property
+    def number(self) -> int:
+        """Of the part whose turn it is."""
+        return int(self._local.number)
+
     def until(self, holds: Any = None) -> None:
         """Lets others run, and comes back when it holds."""
         number = self._local.number

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 import engine.layers.cuda_cuts as cuda_cuts
-from engine.kernels.gemm_choice import STREAM_ROWS, STREAM_TILE, GemmCut, StreamCut, gemm_cut, stream_cut
+from engine.kernels.gemm_choice import (
+    STREAM_ROWS,
+    STREAM_TILE,
+    GemmCut,
+    PeakCut,
+    StreamCut,
+    gemm_cut,
+    peak_cut,
+    stream_cut,
+)
 
 SHARED_BYTES = 227 << 10  # that one program may take on SM90
 QWEN3_8B = [(4096, 6144, False), (4096, 4096, False), (4096, 12288, True), (12288, 4096, False)]
@@ -94,6 +103,33 @@ def test_stream_cuts_cover_a_product_once() -> None:
                 assert programs <= 132, (K, N)
                 assert K % (cut.inputs * cut.num_splits) == 0, (K, N)
                 assert cut.num_stages * cut.inputs * (STREAM_ROWS + STREAM_TILE) * 2 + 8192 <= SHARED_BYTES
+    assert found > 100
+
+
+def test_which_heads_find_their_largest_logits() -> None:
+    """An 8B model's at up to 16 rows, as measured, whole or halved."""
+    measured = PeakCut(rows=16, outputs=64, inputs=256, num_stages=5, num_programs=132)
+    for rows in (1, 8, 16):
+        assert peak_cut(rows=rows, K=4096, N=151936) == peak_cut(rows=rows, K=4096, N=151936 // 2) == measured
+    assert peak_cut(rows=17, K=4096, N=151936) is None
+    assert peak_cut(rows=0, K=4096, N=151936) is None
+    assert peak_cut(rows=16, K=576, N=49152) is None
+    assert peak_cut(rows=16, K=4100, N=151936) is None
+    assert peak_cut(rows=16, K=4096, N=151936 // 8) is None  # a third turn for a quarter of the programs
+
+
+def test_peak_cuts_fit() -> None:
+    found = 0
+    for K in range(1024, 16384, 128):
+        for N in range(4096, 262144, 8000):
+            cut = peak_cut(rows=STREAM_ROWS, K=K, N=N)
+            if cut is None:
+                continue
+            found += 1
+            assert K % cut.inputs == 0, (K, N)
+            assert cut.num_stages <= K // cut.inputs, (K, N)
+            assert cut.rows >= STREAM_ROWS, (K, N)
+            assert cut.num_stages * cut.inputs * (cut.rows + cut.outputs) * 2 + 8192 <= SHARED_BYTES
     assert found > 100
 
 

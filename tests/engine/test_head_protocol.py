@@ -1,187 +1,145 @@
-"""The two parts of a program of `engine.kernels.stream_head`, from its source, on modelled barriers and copies."""
+"""`engine.kernels.stream_head` from its source on modelled barriers and copies: a product, and its largest logits."""
 
-from pathlib import Path
-from types import SimpleNamespace
+import math
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.engine.modelled_warps import Barrier, Cells, Turns, Whatever, definitions
+from engine.kernels.gemm_choice import PeakCut
+from tests.engine.modelled_launch import Launch, sources
 
-SOURCE = Path(__file__).parents[2] / "engine" / "kernels" / "stream_head.py"
-PARTS = ("_place", "_compare", "_bring_weights", "_bring_rows", "_announce", "_bring")
-BOX, TILE, ROWS, SLOW = 64, 64, 16, 60
-FIRST_FILL = "            if number >= STAGES:\n"
-# (steps, stages, whether all of x is held, staggered): every cut that the benchmark or a test on a GPU has.
-CUTS = [
-    (16, 3, True, False),
-    (16, 5, False, False),
-    (16, 3, True, True),
-    (16, 5, False, True),
-    (32, 6, False, False),
-    (32, 6, True, False),
-    (16, 4, False, False),
-    (16, 5, True, False),
-    (16, 6, False, False),
-    (32, 5, False, False),
-    (32, 4, False, False),
-    (16, 6, True, True),
-    (8, 5, True, False),
-    (5, 5, True, False),
-    (8, 8, False, True),
-]
+FILES = ("stream_copies", "stream_head")
+START, NONE = 1000, 2**31 - 1
+KINDS = ("any", "below zero", "ties", "equal", "no number", "minus infinity")
 
 
-class Cell:
-    """A piece of a tile, or the number of a tile."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """kind: of what the logits are."""
 
-    def __init__(self) -> None:
-        self.holds: Any = None
-
-    def store(self, value: Any) -> None:
-        self.holds = value
-
-    def load(self, _: Any) -> Any:
-        return self.holds
+    kind: str
+    vocab: int
+    rows: int
+    cut: PeakCut
+    K: int = 512
 
 
-class Machine:
-    """Programs of one launch. finished: (tile, what was summed) as they were written."""
-
-    def __init__(self, seed: int, programs: int, source: str) -> None:
-        self.turns, self.programs = Turns(seed), programs
-        self.finished: list[tuple[int, list[tuple[int, int]]]] = []
-        self.count = [0]
-        self.code = definitions(source, PARTS)
-
-    def functions(self, program: int) -> dict[str, Any]:
-        turns, whatever = self.turns, Whatever()
-
-        def copy(desc: str, at: list[int], barrier: Barrier, cell: Cell) -> None:
-            def land() -> None:
-                cell.holds = (desc, *at)
-                barrier.missing -= (TILE if desc == "w" else ROWS) * BOX * 2
-                barrier.settle()
-
-            cell.holds = None
-            turns.coming.append((turns.now + turns.rng.choice((1, 3, 10, SLOW)), land))
-            turns.until()
-
-        def wait(barrier: Barrier, parity: int) -> None:
-            turns.until(lambda: barrier.ended % 2 != parity)
-
-        def atomic_add(count: list[int], value: int, sem: str) -> int:
-            turns.until()
-            count[0] += value
-            return count[0] - value
-
-        def multiplied(w_tile: list[Cell], x_tile: list[Cell], sums: list[Any], is_async: bool) -> list[Any]:
-            turns.until()
-            rows, column = w_tile[0].holds[1:]
-            assert [cell.holds for cell in w_tile] == [("w", rows, column + box * BOX) for box in range(len(w_tile))]
-            assert [cell.holds for cell in x_tile] == [("x", 0, column + box * BOX) for box in range(len(x_tile))]
-            return [*sums, (rows // TILE, column)]
-
-        def store(at: Any, value: Any, mask: Any = None) -> None:
-            if isinstance(at, list):
-                at[0] = value
-            else:
-                self.finished.append((value[0][0], value))
-
-        gl = SimpleNamespace(
-            constexpr=whatever,
-            int32=whatever,
-            int64=whatever,
-            float32=whatever,
-            NVMMADistributedLayout=whatever,
-            BlockedLayout=whatever,
-            SliceLayout=whatever,
-            arange=whatever,
-            full=lambda shape, value, *_: value if shape == [1] else whatever,
-            zeros=lambda *_: [],
-            max=lambda value, _: value,
-            static_range=range,
-            program_id=lambda _: program,
-            num_programs=lambda _: self.programs,
-            atomic_add=atomic_add,
-            store=store,
-        )
-        names: dict[str, Any] = {
-            "gl": gl,
-            "tl": SimpleNamespace(debug_barrier=turns.until),
-            "mbarrier": SimpleNamespace(
-                wait=wait,
-                expect=lambda barrier, size: barrier.arrive(size),
-                arrive=lambda barrier, count: barrier.arrive(),
-            ),
-            "tma": SimpleNamespace(async_copy_global_to_shared=copy),
-            "warpgroup_mma": multiplied,
-            "warpgroup_mma_wait": lambda _, deps: deps[0],
-            "gdc_wait": turns.until,
-            "gdc_launch_dependents": turns.until,
-            "BOX": BOX,
-            "_END": -1,
-        }
-        exec(self.code, names)
-        return names
-
-    def parts(self, program: int, tiles: int, cut: tuple[int, int, bool, bool], order: str) -> list[Any]:
-        (steps, stages, holds_x, staggered), boxes = cut, 2
-        x_stages, functions = steps if holds_x else stages, self.functions(program)
-        w_units = [Cell() for _ in range(stages * boxes)]
-        x_units = [Cell() for _ in range(x_stages * boxes)]
-        x_tiles = [Permuted(x_units[i * boxes : (i + 1) * boxes]) for i in range(x_stages)]
-        tile_of = Cells([Cell() for _ in range(stages)])
-        w_full, empty = (Cells([Barrier() for _ in range(stages)]) for _ in range(2))
-        x_full, whatever = Cells([Barrier() for _ in range(x_stages)]), Whatever()
-        w_tiles = Cells([w_units[i * boxes : (i + 1) * boxes] for i in range(stages)])
-        barriers = {"tile_of": tile_of, "w_full": w_full, "x_full": x_full, "empty": empty}
-        shape: dict[str, Any] = {"BM": ROWS, "TILE": TILE, "STEPS": steps, "STAGES": stages}
-        shape |= {"HOLDS_X": holds_x, "STAGGERED": staggered, "PDL": True, **barriers}
-        compare: dict[str, Any] = {
-            name: whatever for name in ("value_ptr", "id_ptr", "logits_ptr", "M", "V", "logits_stride")
-        }
-        compare |= {"w_tiles": w_tiles, "x_tiles": Cells(x_tiles), "LOGITS": True}
-        bring: dict[str, Any] = {
-            "w_desc": "w",
-            "x_desc": "x",
-            "w_units": Cells(w_units),
-            "x_units": Cells(x_units),
-            "ORDER": order,
-        }
-        bring |= {"count_ptr": self.count, "num_tiles": tiles, "BK": boxes * BOX}
-        return [lambda: functions["_compare"](**compare, **shape), lambda: functions["_bring"](**bring, **shape)]
-
-
-class Permuted(list[Cell]):
-    def permute(self, _: Any) -> list[Cell]:
-        return self
-
-
-def launched(seed: int, cut: tuple[int, int, bool, bool], order: str, tiles: int, source: str) -> tuple[bool, Machine]:
-    machine = Machine(seed, min(3, tiles), source)
-    parts = [part for program in range(machine.programs) for part in machine.parts(program, tiles, cut, order)]
-    return machine.turns.run(parts), machine
-
-
-@pytest.mark.parametrize("order", ["apart", "together", "free"])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_tile_is_summed_from_what_was_brought(cut: tuple[int, int, bool, bool], order: str) -> None:
-    source = SOURCE.read_text()
-    for seed, tiles in enumerate((1, 5)):
-        ended, machine = launched(seed, cut, order, tiles, source)
-        assert not machine.turns.errors, machine.turns.errors
-        assert ended and machine.count == [0] and not machine.turns.coming
-        assert sorted(tile for tile, _ in machine.finished) == list(range(tiles))
-        for tile, summed in machine.finished:
-            assert sorted(summed) == [(tile, step * 2 * BOX) for step in range(cut[0])]
-
-
-def test_a_wait_for_the_first_fill_stops_a_program_that_holds_all_of_x() -> None:
-    source = SOURCE.read_text()
-    assert source.count(FIRST_FILL) == 1
-    waiting = source.replace(
-        FIRST_FILL, "            mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)\n" + FIRST_FILL
+def cases() -> list[Case]:
+    cuts = (
+        PeakCut(inputs=128, num_stages=3, num_programs=3),
+        PeakCut(inputs=64, num_stages=1, num_programs=1),
+        PeakCut(inputs=64, num_stages=5, num_programs=3, rows=8, outputs=128),
     )
-    assert not all(launched(seed, (16, 3, True, False), "apart", 4, waiting)[0] for seed in range(20))
-    assert all(launched(seed, (16, 5, False, False), "apart", 4, waiting)[0] for seed in range(5))
+    # One tile, in part and whole; as many as programs; several of each, the last one in part.
+    vocabs = (50, 64, 64 * 3, 64 * 7 + 37)
+    return [
+        Case(kind=kind, vocab=vocab, rows=(1, 5, 8)[number % 3], cut=cuts[number // 3 % 3])
+        for number, (kind, vocab) in enumerate(product(KINDS, vocabs))
+    ]
+
+
+def operands(case: Case) -> tuple[Tensor, Tensor]:
+    """x, and a weight that lies between others' rows, which would win in every row if they were read."""
+    generator = torch.Generator().manual_seed(case.vocab)
+    x = torch.randn(16, case.K, generator=generator).bfloat16()[: case.rows]
+    around = torch.full((case.vocab + 256, case.K), math.inf, dtype=torch.bfloat16)
+    weight = around[128 : 128 + case.vocab]
+    weight.copy_(torch.randn(case.vocab, case.K, generator=generator) * case.K**-0.5)
+    if case.kind in ("below zero", "minus infinity"):
+        weight.copy_(-weight.abs() - 0.01)
+        x.copy_(x.abs() + 0.1)
+    if case.kind == "minus infinity":
+        x[:, 0] = math.inf
+    elif case.kind == "ties":  # the first row's largest, often within a tile and in each
+        weight[3 :: max(5, case.vocab // 40)] = 4 * x[0] / x[0].float().norm()
+    elif case.kind == "equal":
+        weight.zero_()
+    elif case.kind == "no number":  # one logit; all others of the row are infinite
+        x[case.rows // 2, 3] = math.inf
+        weight[case.vocab // 2, 3] = 0.0
+    return x, weight
+
+
+def largest(value_MC: Tensor, id_MC: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum, NaN if any is; the lowest id of the maximum of the others)."""
+    broken = value_MC.isnan()
+    known = value_MC.masked_fill(broken, -math.inf)
+    best = known.amax(1)
+    first = id_MC.masked_fill((known != best[:, None]) | broken, NONE).amin(1)
+    return torch.where(broken.any(1), math.nan, best), first
+
+
+def joined(value_MC: Tensor, id_MC: Tensor, vocab_start: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    value, first = largest(value_MC, id_MC)
+    return value, torch.where(first == NONE, 0, first).long() + vocab_start
+
+
+def launched(case: Case, seed: int, files: dict[str, str], name: str, *more: int) -> tuple[bool, Any]:
+    """(whether it ended with nothing left in flight and every rule held, what it gave)."""
+    x, weight = operands(case)
+    launch = Launch(seed, files, [x], pdl=seed % 2 == 0, kernel="_head_kernel")
+    launch.functions["argmax_of_chunks"] = joined
+    found = launch.functions[name](x, weight, *more, cut=case.cut, pdl=seed % 2 == 0)
+    brought = all(barrier.missing == 0 and barrier.arrivals == 1 for barrier in launch.barriers)
+    return launch.ended and brought and not launch.turns.errors and not launch.turns.coming, found
+
+
+def right(case: Case, seed: int, files: dict[str, str]) -> bool:
+    x, weight = operands(case)
+    wanted = x.double() @ weight.double().T
+    told, logits = launched(case, seed, files, "stream_logits")
+    if not told or not torch.allclose(logits.double(), wanted, rtol=1e-4, atol=1e-4, equal_nan=True):
+        return False
+    told, (value, index) = launched(case, seed, files, "stream_argmax", START)
+    best, first = largest(logits, torch.arange(case.vocab).expand(case.rows, -1))
+    known = ~best.isnan()
+    return (
+        told
+        and torch.equal(value.isnan(), ~known)
+        and torch.equal(value[known], best[known])
+        and torch.equal(index[known], first[known] + START)
+        and bool(((index >= START) & (index < START + case.vocab)).all())
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peaks_are_those_of_the_product(kind: str) -> None:
+    for seed, case in enumerate(cases()):
+        if case.kind == kind:
+            assert right(case, seed, sources(FILES)), case
+
+
+ROOM = "                mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)\n"
+ANNOUNCED = "                if step == 0:\n                    _announce(tile_of, stage, tile)\n"
+BROUGHT = "                _bring_weights(w_desc, w_units, w_full, stage, tile, step, TILE, BK)\n"
+FAULTS = {
+    "of equal logits the last": ("sums > best", "sums >= best"),
+    "rows behind the vocabulary's end": ("(sums > best) & inside", "sums > best"),
+    "no number taken for none": ("broken | ((sums != sums) & inside)", "broken"),
+    "a tile's sum before it is whole": ("sums = warpgroup_mma_wait(0, deps=(sums,))", "pass"),
+    "room given back before all have read": (
+        "tl.debug_barrier()\n            mbarrier.arrive(empty",
+        "mbarrier.arrive(empty",
+    ),
+    "room taken before it is given back": (ROOM, ""),
+    "rows of x before they are there": ("    if PDL:\n        gdc_wait()\n    number", "    number"),
+    "rows of x of an earlier phase": ("x_full.index(stage), phase", "x_full.index(stage), 0"),
+    "a tile announced behind its weights": (ANNOUNCED + BROUGHT, BROUGHT + ANNOUNCED),
+    "a tile announced before all see it": ("ONE) + tile)\n    tl.debug_barrier()", "ONE) + tile)"),
+    "the end announced before there is room": (
+        "    mbarrier.wait(empty.index(stage), ((number // STAGES) & 1) ^ 1)\n    _announce",
+        "    _announce",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str) -> None:
+    files, (text, other) = sources(FILES), FAULTS[fault]
+    assert files["stream_head"].count(text) == 1
+    files["stream_head"] = files["stream_head"].replace(text, other)
+    assert not all(right(case, seed, files) for seed, case in reversed(list(enumerate(cases()))))

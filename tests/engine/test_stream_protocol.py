@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -87,8 +88,9 @@ def right(case: Case, seed: int, files: dict[str, str]) -> bool:
         wanted = wanted + residual.double()
     out = torch.full((16, N + SPARE), float("nan"), dtype=torch.float32 if exact else torch.bfloat16)
     count = torch.zeros(case.tiles, dtype=torch.int32)
-    launch = Launch(seed, files, [x, squares] + ([] if residual is None else [residual]), pdl=seed % 2 == 0)
-    made = launch.stream_gemm(
+    before: dict[str, Any] = {"pdl": seed % 2 == 0, "kernel": "_stream_kernel"}
+    launch = Launch(seed, files, [x, squares] + ([] if residual is None else [residual]), **before)
+    made = launch.functions["stream_gemm"](
         Scaled(x_MK=x, squares_MP=squares, eps=EPS) if norm else x,
         weight,
         out[:M, :N],
