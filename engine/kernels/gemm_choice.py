@@ -151,7 +151,8 @@ def peak_cut(*, rows: int, K: int, N: int) -> PeakCut | None:
 
     `benchmarks/gpu_head.py` on an H200: the largest logits of 16 rows at Qwen3-8B's shape take 280 us by it and 293 by
     `gemm_cut` and a search. Logits that are written, with a search behind, take 296.6 and 293.0, but by it as well: a
-    row's have the same bits whether written or not, so what a request is given does not follow from what others beside it ask for.
+    row's have the same bits whether written or not, so what a request is given does not follow from what others beside
+    it ask for.
     """
     if not 0 < rows <= STREAM_ROWS or K < _LEAST_INPUTS or K % _STREAM_INPUTS:
         return None
