@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     def peaks(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.int64)
 
-    kernels = {
+    kernels: dict[str, dict[str, Callable[[Tensor, Tensor], Any]]] = {
         "stream_head": {"stream_logits": logits, "stream_argmax": peaks},
         "wide_gemm": {"wide_logits": logits, "wide_argmax": peaks},
         "stream_gemm": {"stream_gemm": lambda x, weight: None},
