@@ -22,6 +22,7 @@ from engine.config.drafter import parse_drafter_config
 from engine.config.engine import EngineConfig
 from engine.config.model import parse_target_config
 from engine.core import EngineCore
+from engine.heap import freeze_heap
 from engine.layers.linear import Linear
 from engine.models.dflash import DFlashDrafter
 from engine.models.target import TargetModel
@@ -114,6 +115,7 @@ class Lab:
         self.rank = EngineRank(config, rank=0, init_method=None)
         self.config = self.rank.config
         self.core = EngineCore(config=self.config, runner=self.rank.runner)
+        freeze_heap()  # as a rank's process does
         self.start_s = time.perf_counter() - started
         self._version = 0
         self._requests = 0
@@ -179,6 +181,7 @@ class Lab:
         """Frees the GPU for the next engine."""
         self.rank.close()
         del self.core, self.rank
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
 

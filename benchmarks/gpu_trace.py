@@ -3,15 +3,16 @@
     python benchmarks/gpu_trace.py OUT.json --concurrency 16 32 128 --prompts 4096 --seconds 75
 
 The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance, through the whole engine, its
-recorded programs included. For each concurrency: milliseconds of a step between its marks on the device, of a step on
-the wall, of the host's work for it (of it: launching the recorded programs), all ahead of the first trace, and a table
-of the kernels of --steps steps. For each prompt length, alone: milliseconds to its first token with and without drafts,
-and the same table.
+recorded programs included. For each concurrency, all ahead of the first trace: milliseconds of a step between its marks
+on the device and on the wall, and of the host's work for it: mean, median and the three longest; of the mean: launching
+the recorded programs, and Python's collections of garbage. Then a table of the kernels of --steps steps. For each
+prompt length, alone: milliseconds to its first token with and without drafts, and the same table.
 
 `trace_table.py` tells what the tables hold, `peer_trace.py` makes them of vLLM.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -33,7 +34,7 @@ from engine.sampling_params import SamplingParams
 
 # The kernels with which the decode rows' target and what follows its verdict begin (context and drafts).
 PHASES = {"_take_upload_kernel": "target", "_commit_kernel": "drafter"}
-MEASURED_STEPS = 32
+MEASURED_STEPS = 64
 
 
 def parse() -> argparse.Namespace:
@@ -72,6 +73,25 @@ class Replays:
             self.seconds += time.perf_counter() - started
 
         torch.cuda.CUDAGraph.replay = replay
+
+
+class Collections:
+    """Seconds that Python's garbage collector ran, from its making on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._began = now
+        else:
+            self.seconds += now - self._began
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._note)
 
 
 class Driver:
@@ -157,13 +177,18 @@ def timed(driver: Driver, args: argparse.Namespace, concurrency: int, draft_len:
         return result
 
     runner.collect = collect
-    waited = Run(seconds=0.0, num_tokens=0)
-    started, launches_s = time.perf_counter(), driver.launches_s
+    waited, collections = Run(seconds=0.0, num_tokens=0), Collections()
+    walls_s: list[float] = []
+    hosts_s: list[float] = []
+    launches_s = driver.launches_s
     with counted_waits(waited):
         for _ in range(MEASURED_STEPS):
+            started, waits_s = time.perf_counter(), waited.wait_s
             core.step()
-    wall_ms = 1e3 * (time.perf_counter() - started) / MEASURED_STEPS
-    launches_ms = 1e3 * (driver.launches_s - launches_s) / MEASURED_STEPS
+            walls_s.append(time.perf_counter() - started)
+            hosts_s.append(walls_s[-1] - (waited.wait_s - waits_s))
+    collections.close()
+    launches_s = driver.launches_s - launches_s
     gpu = driver.monitor.since(begun + args.warm_s / 2)
     runner.collect = original
     driver.end(names)
@@ -172,9 +197,12 @@ def timed(driver: Driver, args: argparse.Namespace, concurrency: int, draft_len:
         "draft_len": draft_len,
         "gpu": gpu,
         "step_device_ms": round(1e3 * statistics.median(device_s), 4),
-        "step_wall_ms": round(wall_ms, 4),
-        "host_ms": round(wall_ms - 1e3 * waited.wait_s / MEASURED_STEPS, 4),
-        "host_launches_ms": round(launches_ms, 4),
+        "step_wall_ms": round(1e3 * statistics.fmean(walls_s), 4),
+        "host_ms": round(1e3 * statistics.fmean(hosts_s), 4),
+        "host_median_ms": round(1e3 * statistics.median(hosts_s), 4),
+        "host_longest_ms": [round(1e3 * s, 3) for s in sorted(hosts_s)[:-4:-1]],
+        "host_launches_ms": round(1e3 * launches_s / MEASURED_STEPS, 4),
+        "host_collections_ms": round(1e3 * collections.seconds / MEASURED_STEPS, 4),
     }
 
 

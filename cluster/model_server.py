@@ -29,6 +29,7 @@ from cluster.ray_metrics import RayMetrics
 from cluster.replica_control import ReplicaControl
 from cluster.replica_engine import EngineStarter, start_engine
 from cluster.replica_logging import log_with_serve
+from engine.heap import freeze_heap
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class ModelServer:
                 has_top_p=self._engine.has_top_p,
             ),
         )
-        return create_app(
+        app = create_app(
             service,
             max_body_bytes=self._config.http.max_body_bytes,
             health_timeout_s=HEALTH_TIMEOUT_S,
@@ -106,6 +107,8 @@ class ModelServer:
             ),
             echoes_request_id=False,  # Serve's proxy does
         )
+        freeze_heap()
+        return app
 
     async def reconfigure(self, live: dict[str, Any]) -> None:
         """Take over what changes without a restart: queue_limit, drain_s, draft_len_schedule (null: the engine's own).

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config.engine import EngineConfig
+from engine.heap import freeze_heap
 from engine.parallel.plan_channel import plan_sender, plan_writer
 from engine.parallel.plan_ring import PlanReader, PlanRingClosed, PlanWriter
 from engine.parallel.process_identity import ProcessIdentity
@@ -205,6 +206,7 @@ class GpuWorker:
         loop = EngineLoop(core, connection, step_times=step_times, device_name=device_name(job.config.device))
         self._num_steps = lambda: loop.beats
         self._loop = loop
+        freeze_heap()
         self._phase = READY
         loop.run()
         self._phase = "ending"
@@ -220,6 +222,7 @@ class GpuWorker:
         reader = PlanReader(job.ring_name, index=self._rank - 1, attach_timeout_s=_ATTACH_TIMEOUT_S)
         rank = self._build(job, broadcast=None)
         self._num_steps = lambda: reader.num_received
+        freeze_heap()
         self._phase = READY
         try:
             rank.follow(reader)

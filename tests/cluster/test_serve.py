@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -108,6 +109,15 @@ def test_completion_and_stream(url: str):
     assert reply.headers["x-request-id"] == "abc"
     assert httpx.get(url + "/health").status_code == 200
     assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "toy"
+
+
+def test_no_collection_walks_through_what_the_replica_has_imported(url: str):
+    import ray
+
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    (name,) = [name for name in names if name.endswith(replica_of(url))]
+    replica = ray.get_actor(name, namespace="serve")
+    assert ray.get(replica.__ray_call__.remote(lambda _: gc.get_freeze_count())) > 10_000
 
 
 def test_refusals_carry_the_envelope(url: str):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -144,6 +145,8 @@ async def test_start_stream_abort_close(size: int) -> None:
         await asyncio.sleep(0.01)
     pids = group.processes
     assert len(set(pids)) == size
+    frozen = [actor.__ray_call__.remote(lambda _: gc.get_freeze_count()) for actor in group._actors]
+    assert min(ray.get(frozen)) > 10_000, "no collection walks through what a rank has imported"
     tasks = await long_streams(group, 2)
     started = time.monotonic()
     await group.close()
