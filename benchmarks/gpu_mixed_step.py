@@ -1,11 +1,14 @@
-"""What a prompt adds to a decode step on one GPU: as rows of its programs, and behind them in programs of its own.
+"""What a prompt adds to a decode step on one GPU, and what prompts that come together take: as rows of decode programs,
+and in programs of their own.
 
-    python benchmarks/gpu_mixed_step.py OUT.json [--rows 4 16 32] [--draft-lens 7 15] [--prompt-tokens 256]
+    python benchmarks/gpu_mixed_step.py OUT.json [--rows 4 16 32] [--together 2 4 8 16] [--draft-lens 7 15]
+        [--prompt-tokens 256] [--smollm2 MODEL --drafter DIR]
 
-The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance. R requests decode; a prompt joins
-one of their steps --samples times each way, in turn. Milliseconds of the device from the step's first work to its last,
-the prompt's context and drafts included, and of the steps without a prompt between them; medians. Exits 1 where the
-prompt among the rows is not the faster way, 3 where a way was not taken.
+The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance, or SmolLM2. R requests decode; a
+prompt joins one of their steps --samples times each way, in turn. Milliseconds of the device from the step's first work
+to its last, the prompt's context and drafts included, and of the steps without a prompt between them; medians.
+--together: so many prompts at once while nothing decodes; milliseconds until all have their first token. Exits 1 where
+rows are not the faster way, 3 where a way was not taken.
 """
 
 import argparse
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 from command_line import command_line
-from gpu_engine import q8_config, random_prompts
+from gpu_engine import q8_config, random_prompts, smol_config
 from gpu_lab import Lab, save, show_progress, versions
 from gpu_trace import Driver
 
@@ -31,7 +34,10 @@ WAYS = {"rows": True, "behind": False}
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[4, 16, 32])
+    parser.add_argument("--rows", type=int, nargs="*", default=[4, 16, 32])
+    parser.add_argument("--together", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--smollm2")
+    parser.add_argument("--drafter")
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--prompt-tokens", type=int, default=256, help="of the prompt that joins")
     parser.add_argument("--context", type=int, default=400, help="tokens of the prompts that decode")
@@ -44,6 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--programs", choices=("graphs", "repeated"))
     args = parser.parse_args()
+    args.dtype = "bfloat16"
     args.concurrency, args.tokens = [args.max_num_seqs], args.max_model_len - args.context - 64
     return args
 
@@ -114,17 +121,43 @@ def measure(driver: Driver, steps: Steps, args: argparse.Namespace, rows: int, d
     return row
 
 
+def measure_together(driver: Driver, args: argparse.Namespace, count: int, draft_len: int) -> dict[str, Any]:
+    programs = driver.lab.rank.runner._decode_programs
+    driver.lab.set_draft_len(draft_len)
+    vocab = driver.lab.config.target.vocab_size
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(2 * args.samples + 2):
+        way = list(WAYS)[number % 2]
+        programs.mixes = WAYS[way]
+        prompts = random_prompts(count, args.prompt_tokens, vocab)
+        driver.sync()
+        before, started = programs.num_mixed, time.perf_counter()
+        names = driver.add(prompts, 2)
+        driver.until_all_decode(names)
+        spent_ms = 1e3 * (time.perf_counter() - started)
+        driver.end(names)
+        if number >= 2 and (programs.num_mixed > before) == WAYS[way]:
+            found[way].append(spent_ms)
+    programs.mixes = True
+    row: dict[str, Any] = {"together": count, "draft_len": draft_len, "prompt_tokens": args.prompt_tokens}
+    for way, times in found.items():
+        row[f"{way}_ms"] = round(statistics.median(times), 4) if times else None
+        row[f"{way}_all_ms"] = [round(ms, 3) for ms in times]
+    return row
+
+
 def main() -> None:
     args = parse()
     show_progress()
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
-        lab = Lab(q8_config(args, Path(scratch)))
+        lab = Lab(smol_config(args) if args.smollm2 else q8_config(args, Path(scratch)))
         record: dict[str, Any] = {"command": command_line(), "versions": versions(), "start_s": round(lab.start_s, 1)}
         record["rows"] = []
         driver, steps = Driver(lab, args.device), Steps(lab, args.device)
         for draft_len in args.draft_lens:
-            for rows in args.rows:
-                row = measure(driver, steps, args, rows, draft_len)
+            rows = [measure(driver, steps, args, count, draft_len) for count in args.rows]
+            rows += [measure_together(driver, args, count, draft_len) for count in args.together]
+            for row in rows:
                 record["rows"].append(row)
                 print("ROW", json.dumps({k: v for k, v in row.items() if not k.endswith("_all_ms")}), flush=True)
                 save(args.out, record)

@@ -197,7 +197,7 @@ class _Server:
                 markup=False,
             )
         self._serve_started = True
-        options = {
+        options: dict[str, Any] = {
             "proxy_location": "EveryNode",
             "http_options": {"host": http.host, "port": http.port},
             "logging_config": {"log_level": "INFO" if self._verbose else "WARNING"},

@@ -51,10 +51,14 @@ class BlockPool:
         """Owners of a block."""
         return self._num_refs[block_id]
 
-    def are_writable(self, block_ids: list[int]) -> bool:
-        """Whether each has exactly one owner, and no prefix key promises its content to anyone."""
+    def are_writable(self, block_ids: list[int], first: int = 0) -> bool:
+        """Whether each from `first` on has exactly one owner, and no prefix key promises its content to anyone."""
         num_refs, key_of = self._num_refs, self._key_of
-        return all([num_refs[block_id] == 1 and key_of[block_id] is None for block_id in block_ids])
+        for index in range(first, len(block_ids)):  # for every row of every step: no slice, no list
+            block_id = block_ids[index]
+            if num_refs[block_id] != 1 or key_of[block_id] is not None:
+                return False
+        return True
 
     def allocate(self, num: int) -> list[int]:
         """Takes `num` blocks with one reference each, evicting cached blocks when nothing else is left."""

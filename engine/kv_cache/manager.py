@@ -56,8 +56,10 @@ class KvCacheManager:
     def assert_writable(self, seqs: Iterable[Sequence]) -> None:
         """Every block from launched_len on is the sequence's alone and promised to no one by a key."""
         for seq in seqs:
-            block_ids = seq.block_ids[seq.launched_len // self.block_size :]
-            assert self.pool.are_writable(block_ids), f"one of {block_ids} would be written while shared: {seq}"
+            first = seq.launched_len // self.block_size
+            assert self.pool.are_writable(seq.block_ids, first), (
+                f"one of {seq.block_ids[first:]} would be written while shared: {seq}"
+            )
 
     def key_filled_blocks(self, seq: Sequence) -> None:
         """Enters blocks that are full of read tokens into the prefix cache."""

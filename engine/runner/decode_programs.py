@@ -35,6 +35,10 @@ from engine.step import BlockTableUpdate, StepPlan
 logger = logging.getLogger(__name__)
 
 
+_FILTERS = int(SlotTraits.FILTERS)  # plain: members of a flag are joined by Python code
+_DRAWS = int(SlotTraits.DRAWS | SlotTraits.MASKS_STOPS)
+
+
 class Variant(enum.Enum):
     """Which sampling a D program contains. A row that asks for less is not changed by more."""
 
@@ -45,9 +49,9 @@ class Variant(enum.Enum):
     @classmethod
     def of(cls, traits: int) -> "Variant":
         """The smallest variant for rows with these SlotTraits."""
-        if traits & SlotTraits.FILTERS:
+        if traits & _FILTERS:
             return cls.FILTER
-        return cls.DRAW if traits & (SlotTraits.DRAWS | SlotTraits.MASKS_STOPS) else cls.GREEDY
+        return cls.DRAW if traits & _DRAWS else cls.GREEDY
 
 
 _ROWS_OF_ONE = 4  # up to so many rows a step may be one graph: what lies between two counts there
@@ -310,23 +314,22 @@ class DecodePrograms:
             pair.run_target()
         return pair
 
-    def run_draft(self, pair: _DecodePair, plan: StepPlan, variant: Variant) -> torch.Tensor:
-        """Runs D where `run_target` left it. Returns where the batch's packed result rows are, if not on the host: a
-        view that the next step overwrites."""
+    def run_draft(self, pair: _DecodePair, variant: Variant) -> None:
+        """Runs D where `run_target` left it. The batch's result rows are on the host then where `expect` says so, else
+        in `packed`."""
         if pair.run_step is None or variant is not Variant.GREEDY:
             pair.run_draft[variant]()
-        return self.packed(len(plan.decode_slots), plan.draft_len)
 
     def takes_mixed(self, plan: StepPlan) -> bool:
         """Whether `run_mixed` may run this plan, whose changes of state are applied, and is worth it."""
         if not self.mixes or not may_mix(plan, self._traits_of(plan)):
             return False
-        num_rows = self._mixed_rows(plan)
-        return num_rows is not None and saves_time(plan, num_rows, self._bucket_of[len(plan.decode_slots) - 1])
+        num_rows, num_decode = self._mixed_rows(plan), len(plan.decode_slots)
+        return num_rows is not None and saves_time(plan, num_rows, self._bucket_of[num_decode - 1] if num_decode else 0)
 
     def run_mixed(self, plan: StepPlan, place: int) -> torch.Tensor:
-        """T and D of a step with prompts among the rows. Returns what `run_draft` does, with a row for each prompt that
-        ended behind those of the decode rows. Only where `takes_mixed`. place: as for `run_target`."""
+        """T and D of a step with prompts among the rows. Returns `packed`, with a row for each prompt that ended behind
+        those of the decode rows. Only where `takes_mixed`. place: as for `run_target`."""
         num_rows, width = self._mixed_rows(plan), plan.draft_len
         assert num_rows is not None and plan.verify_len <= width, plan
         self.num_mixed += 1
@@ -337,6 +340,7 @@ class DecodePrograms:
         variant = Variant.GREEDY if Variant.of(self._traits_of(plan)) is Variant.GREEDY else Variant.FILTER
         pair.run_decide[variant]()
         num_drawn = len(plan.decode_slots) + sum([chunk.samples for chunk in plan.prefill])
+        assert num_drawn, f"drafts for nobody: {plan}"
         drafts = self._pairs[self._bucket_of[num_drawn - 1], width].run_drafts_alone
         drafts[variant if variant in drafts else Variant.GREEDY]()
         return self.packed(num_drawn, width)
@@ -351,7 +355,8 @@ class DecodePrograms:
         return next((rows for rows in self._mixed_buckets.get(plan.draft_len, ()) if rows >= needed), None)
 
     def packed(self, num_rows: int, width: int) -> torch.Tensor:
-        """The first rows of a program of this width, [num_rows, NUM_COUNTS + width + 1]."""
+        """The first rows of a program of this width, [num_rows, NUM_COUNTS + width + 1]: a view that the next step
+        overwrites."""
         columns = NUM_COUNTS + width + 1
         return self.results[: num_rows * columns].view(num_rows, columns)
 

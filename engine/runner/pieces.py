@@ -1,4 +1,5 @@
-"""Prompt chunks as rows of the decode programs, so that one forward serves a step's decode rows and its prompts.
+"""Prompt chunks as rows of the decode programs, so that one forward serves a step's decode rows and its prompts, or
+several prompts that come together.
 
 A chunk is cut into pieces of at most Q = K + 1 tokens. Each is a row of the program of width K: all rows' K/V are
 written before a layer's attention reads the cache, so the pieces of a prompt see each other. Rows of a mixed step:
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.runner.slots import SlotTraits
+from engine.runner.slots import LOOKS_BETWEEN
 from engine.step import PrefillChunk, StepPlan
 
 PROMPT_TOKENS = 512  # that fit beside a full batch
@@ -20,7 +21,6 @@ PROMPT_TOKENS = 512  # that fit beside a full batch
 _FARTHEST_START = 4096
 # Reading the weights of a matrix product takes as long as multiplying some 150 rows by them (H200, bfloat16).
 _SAVED_TOKENS = 128
-_OWN_TRAITS = SlotTraits.LOGPROBS | SlotTraits.RULES
 
 
 def most_rows(max_num_seqs: int, width: int) -> int:
@@ -34,12 +34,15 @@ def num_pieces(prefill: Sequence[PrefillChunk], width: int) -> int:
 
 
 def may_mix(plan: StepPlan, traits: int) -> bool:
-    """Whether a step's prompts may run as rows beside its decode rows, if there is a program for so many.
+    """Whether a step's prompts may run as rows, if there is a program for so many: beside its decode rows, or several
+    of them. One alone has programs of its own.
 
     traits: `SlotTraits` of its requests that get a token. Left out is what somebody wants to look at between T and D or
         behind it.
     """
-    if not plan.decode_slots or not plan.prefill or not plan.draft_len or plan.report_drafts or traits & _OWN_TRAITS:
+    if len(plan.prefill) < (1 if plan.decode_slots else 2) or not plan.draft_len:
+        return False
+    if plan.report_drafts or traits & LOOKS_BETWEEN:
         return False
     return not any([chunk.scored_next or chunk.start > _FARTHEST_START for chunk in plan.prefill])
 
@@ -47,7 +50,7 @@ def may_mix(plan: StepPlan, traits: int) -> bool:
 def saves_time(plan: StepPlan, num_rows: int, num_decode_rows: int) -> bool:
     """Whether the filler columns of the mixed program cost less than a program more for each chunk.
 
-    num_rows: of that program. num_decode_rows: of the one that the decode rows alone would take.
+    num_rows: of that program. num_decode_rows: of the one that the decode rows alone would take, 0 without any.
     """
     apart = sum([len(chunk.token_ids) + _SAVED_TOKENS for chunk in plan.prefill])
     return (num_rows - num_decode_rows) * (plan.draft_len + 1) <= apart

@@ -1,7 +1,7 @@
 """Prompt chunks as fixed-shape programs, one prompt at a time, for steps with few of them.
 
-They serve steps without decode rows, and those whose chunks are not made rows of the decode programs
-(`engine.runner.pieces`), behind these.
+They serve prompts that are alone in a step, and those whose chunks are not made rows of the decode programs
+(`engine.runner.pieces`), behind the decode rows if there are any.
 
 The launches of a forward take the host several times what they take the device, so a chunk of n tokens runs as a
 recorded program of the next size N >= n; the rows beyond n write to the null block and nobody reads them. Its numbers:
@@ -25,7 +25,7 @@ from engine.runner.decode_programs import Variant
 from engine.runner.draft_program import DecideAndDraft
 from engine.runner.recorder import Program, Recorder
 from engine.runner.results import NUM_COUNTS, pack
-from engine.runner.slots import SlotState, SlotTraits
+from engine.runner.slots import LOOKS_BETWEEN, SlotState
 from engine.runner.target_program import TargetProgram, TargetStep
 from engine.runner.upload_ring import UploadRing
 from engine.step import PrefillChunk
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 _HEADER = 4
 # More chunks in one step, or more tokens than below in several, share a ragged forward. On an H200 eight chunks took
-# 10 ms one by one against 25 ms together for 135M parameters, whose launches count, and 61 against 48 ms for 8B.
-_MAX_CHUNKS, _MAX_CHUNKS_OF_LARGE = 8, 2
+# 10 ms one by one against 25 ms together for 135M parameters, whose launches count, and 61 against 48 ms for 8B. On
+# another one 16 chunks took 33 ms together there where eight took 10 one by one.
+_MAX_CHUNKS, _MAX_CHUNKS_OF_LARGE = 16, 2
 _LARGE_PARAMETERS = 1 << 30
 _MAX_SHARED_TOKENS = 2048
 _SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-_EAGER_TRAITS = SlotTraits.LOGPROBS | SlotTraits.RULES
 
 
 def longest_chunk(config: EngineConfig) -> int:
@@ -176,7 +176,7 @@ class PromptPrograms:
         """Whether these chunks run here: few, and none whose logits or hidden states someone wants to see."""
         if len(prefill) > self._max_chunks or any([chunk.scored_next for chunk in prefill]):
             return False
-        if self.state.traits_of([chunk.slot for chunk in prefill]) & _EAGER_TRAITS:
+        if self.state.traits_of([chunk.slot for chunk in prefill]) & LOOKS_BETWEEN:
             return False
         return len(prefill) == 1 or sum([len(chunk.token_ids) for chunk in prefill]) <= _MAX_SHARED_TOKENS
 

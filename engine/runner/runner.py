@@ -26,7 +26,7 @@ from engine.runner.prompt_scores import ChunkScores, score_prompts
 from engine.runner.recorder import GraphRecorder, Repeater
 from engine.runner.reported_drafts import drafts_of, pack_drafts
 from engine.runner.results import LogprobRows, ResultEntry, ResultRing, ResultRows, pack, row_results, unpack
-from engine.runner.slots import SlotState, SlotTraits
+from engine.runner.slots import LOOKS_BETWEEN, SlotState
 from engine.runner.step_upload import fits
 from engine.runner.target_program import TargetProgram, TargetStep
 from engine.sampling.processors import LogitsStage
@@ -211,19 +211,23 @@ class ModelRunner:
         if not slots:
             return []
         inits, traits = self.state.inits_of(slots), self.state.traits_of(slots)
-        is_eager = traits & (SlotTraits.LOGPROBS | SlotTraits.RULES)
+        is_eager = traits & LOOKS_BETWEEN
         variant = None if is_eager else Variant.of(traits)
         place = None if is_eager else programs.expect(entry, len(slots), plan.draft_len)
         pair = programs.run_target(plan, updates, entry.place, variant)
         if variant is None:
             output = pair.output(len(inits))
             return self._decide_and_draft(plan, output.step, output.decode, (), plan.draft_len, inits, entry)
-        packed = programs.run_draft(pair, plan, variant)
-        place = place or entry.put(packed)
+        programs.run_draft(pair, variant)
+        packed = None
+        if place is None:
+            packed = programs.packed(len(slots), plan.draft_len)
+            place = entry.put(packed)
         drafts = None
         if plan.report_drafts:
             drafts = self._report_drafts(plan, upload(slots, self._device), entry)
         if self.tp.size > 1:
+            assert packed is not None, "ranks compare on the device what they decided"
             self._agreement.check(plan.step_id, unpack(packed, slots))
         return [_Rows(inits=inits, place=place, logprobs=None, drafts=drafts)]
 

@@ -44,6 +44,10 @@ class SlotTraits(enum.IntFlag):
         return traits
 
 
+# Somebody looks at what T made, or changes it, between T and D. Plain: members of a flag are joined by Python code.
+LOOKS_BETWEEN = int(SlotTraits.LOGPROBS | SlotTraits.RULES)
+
+
 class SlotState:
     """Tensors indexed by slot ([S] unless said), S = max_num_seqs + 1. Lengths in tokens, positions absolute.
 
@@ -133,7 +137,7 @@ class SlotState:
         return init
 
     def traits_of(self, slots: Sequence[int]) -> int:
-        """What any of the slots' requests asks for: SlotTraits bits."""
+        """What any of the slots' requests asks for: SlotTraits bits, to be compared with plain integers in a loop."""
         bits = 0
         for slot in slots:
             bits |= self._traits[slot]

@@ -193,24 +193,24 @@ class StepUpload:
         """Writes an upload and returns its length."""
         rows, first_size = shape.num_rows, shape.first_size
         array[LIMIT_AT], array[PLACE_AT] = limit, place
-        slots_R, first_R, num_R = array[HEADER : HEADER + 3 * rows].reshape(3, rows)
-        slots_R[: len(slots)] = slots
-        slots_R[len(slots) :] = self._state.filler_slot
-        num_R[:] = 0
+        # Gathered in a list, which goes into the array at once: each access to an array costs as much as ten to a list.
+        numbers = [*slots, *[self._state.filler_slot] * (rows - len(slots)), *[0] * (2 * rows)]
         if updates:
-            ids_RN = array[HEADER + 3 * rows : first_size].reshape(rows, NEW_BLOCKS)
             row_of = {slot: row for row, slot in enumerate(slots)}
             for update in updates:
-                row, num = row_of[update.slot], len(update.block_ids)
-                first_R[row], num_R[row] = update.first_index, num
-                ids_RN[row, :num] = update.block_ids
+                row, block_ids = row_of[update.slot], update.block_ids
+                numbers[rows + row], numbers[2 * rows + row] = update.first_index, len(block_ids)
+                ids_at = HEADER + 3 * rows + row * NEW_BLOCKS
+                array[ids_at : ids_at + len(block_ids)] = block_ids
+        slots_R = array[HEADER : HEADER + rows]
+        array[HEADER : HEADER + 3 * rows] = numbers
         if not shape.takes_pieces:
             assert not prefill
             return shape.usual_length
-        size_R, start_R, ids_RQ = _pieces_of(array, shape)
-        size_R[:] = 0
+        array[first_size : first_size + rows] = 0
         if not prefill:
             return shape.usual_length
+        size_R, start_R, ids_RQ = _pieces_of(array, shape)
         write_pieces(prefill, len(slots), slots_R, size_R, start_R, ids_RQ)
         return shape.length
 

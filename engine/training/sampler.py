@@ -112,7 +112,7 @@ class BatchSampler:
         if not taken:
             return
         device = self.tokens_BT.device
-        admitted = [request for slot in taken if (request := slots[slot]) is not None]
+        admitted = [held for slot in taken if (held := slots[slot]) is not None]
         rows = torch.zeros(len(taken), self.max_len, dtype=torch.int64)
         for row, request in zip(rows, admitted, strict=True):
             row[: len(request.prompt)] = torch.tensor(request.prompt)

@@ -8,6 +8,7 @@ T cache length, h query heads, g KV heads, D head size, X = number of taps * H.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -37,7 +38,7 @@ class FrozenTarget(nn.Module):
     def __init__(self, config: TargetConfig, *, num_positions: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.config, self.dtype, self.device_name = config, dtype, device
-        options = {"dtype": dtype, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         H, V = config.hidden_size, config.vocab_size
         self.embedding = nn.Parameter(torch.empty(V, H, **options), False)
         self.head = self.embedding if config.tie_word_embeddings else nn.Parameter(torch.empty(V, H, **options), False)
@@ -150,7 +151,8 @@ class TargetLayer(nn.Module):
         self.qkv, self.o = new((h + 2 * g) * D, H), new(H, h * D)
         self.qkv_bias = new((h + 2 * g) * D) if config.qkv_bias else None
         self.o_bias = new(H) if config.o_bias else None
-        self.q_norm, self.k_norm = (new(D), new(D)) if config.qk_norm else (None, None)
+        self.q_norm = new(D) if config.qk_norm else None
+        self.k_norm = new(D) if config.qk_norm else None
         self.gate_up, self.down = new(2 * config.intermediate_size, H), new(H, config.intermediate_size)
 
     def fill(self, weights: dict[str, Tensor], prefix: str) -> None:

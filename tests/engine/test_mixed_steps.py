@@ -94,6 +94,24 @@ def test_tokens_of_arriving_requests(models, depth, greedy):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_prompts_that_come_together_to_an_idle_engine(models, depth, greedy):
+    """Rows of one program with no decode row beside them, while the budget cuts the last of them; alone, a prompt is
+    none. The second burst finds what the first left in the slots."""
+    sampling = kinds(9, greedy=greedy, seed=20 + depth)
+    requests = arrivals(13, sampling, every=0, longest=30)
+    for index, request in enumerate(requests):
+        request.step = (0, 0, 0, 0, 200, 300, 300, 300, 300)[index]
+    options = dict(pipeline_depth=depth, max_num_batched_tokens=60, debug_checks=depth == 0)
+    _, got = both(models, requests, **options)
+    bursts = [plan for plan in got.mixed if not plan.decode_slots]
+    assert len(bursts) == 2 and all(len(plan.prefill) > 2 for plan in bursts)
+    assert any(not chunk.samples for plan in bursts for chunk in plan.prefill)
+    alone = [plan for plan in got.plans if len(plan.prefill) == 1 and not plan.decode_slots]
+    assert alone and not {plan.step_id for plan in alone} & {plan.step_id for plan in got.mixed}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 def test_draft_lengths_change_between_steps(models, depth):
     requests = arrivals(2, kinds(16, seed=2), every=3)
     _, got = both(models, requests, schedules=CHANGING, pipeline_depth=depth, max_num_batched_tokens=40)
@@ -179,12 +197,17 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone(models_with_a_bad_id): 
     assert len(bad) >= 2
 
 
-@pytest.mark.parametrize("last_step", [9, 14, 23])
-def test_kv_of_both_models_is_what_the_prompts_own_programs_write(models, last_step):
-    requests = arrivals(9, kinds(12, seed=9))
+@pytest.mark.parametrize(
+    ("last_step", "every", "budget"), [(9, 2, 26), (14, 2, 26), (23, 2, 26), (2, 0, 90), (3, 0, 60)]
+)
+def test_kv_of_both_models_is_what_the_prompts_own_programs_write(models, last_step, every, budget):
+    """Few steps in, after a burst: what its prompts left is all there is."""
+    requests = arrivals(9, kinds(12, seed=9), every=every, longest=45 if every else 25)
+    if not every:
+        requests = [Arrival(step=0, prompt=r.prompt, params=r.params) for r in requests]
     rows = []
     for mixes in (True, False):
-        with build(models, "repeated", max_num_batched_tokens=26, enable_prefix_caching=False) as llm:
+        with build(models, "repeated", max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
             llm._rank.runner._decode_programs.mixes = mixes
             result = run(llm, requests, schedules={0: {5: 7}}, last_step=last_step)
             state = llm._rank.runner.state

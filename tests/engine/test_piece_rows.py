@@ -57,6 +57,7 @@ def test_which_steps_may_be_mixed():
 
     assert may_mix(plan(), int(SlotTraits.FILTERS | SlotTraits.MASKS_STOPS))
     assert may_mix(plan(verify_len=0, prefill=(chunk(2, 0, 9, samples=False), chunk(3, 4096, 1))), 0)
+    assert may_mix(plan(decode_slots=(), verify_len=0, prefill=(chunk(2, 0, 9), chunk(3, 0, 5, samples=False))), 0)
     assert not may_mix(plan(), int(SlotTraits.LOGPROBS)) and not may_mix(plan(), int(SlotTraits.RULES))
     for changes in (
         {"decode_slots": ()},
