@@ -15,6 +15,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
+# Triton's interpreter stands in for a GPU (`tests.gpu.places`). Triton reads it as it is imported, for functions of its
+# own, and torch imports it for parts that transformers asks for: any test module may be the first.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tests.parallel import pytest_cmdline_main, pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
 __all__ = ["pytest_cmdline_main", "pytest_collection_modifyitems", "pytest_xdist_make_scheduler"]  # hooks

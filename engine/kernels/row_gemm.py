@@ -79,8 +79,9 @@ def _row_gemm_kernel(
     turn = 0
     if STAGGERED:
         turn = (tile * 5) % tl.maximum(steps, 1)
-    rest = (K - (first + turn) * BK) * ITEM_BYTES // 32 * 16  # half of what is left of a row; below 0 in an empty split
-    prefetch_rows(weight_at + (first + turn) * BK, tl.maximum(tl.minimum(ahead, rest), 0), ITEM_BYTES)
+    if PDL:  # without it there is nothing to ask ahead of, and a GPU older than SM90 cannot ask so
+        rest = (K - (first + turn) * BK) * ITEM_BYTES // 32 * 16  # half of what is left of a row; < 0 in an empty split
+        prefetch_rows(weight_at + (first + turn) * BK, tl.maximum(tl.minimum(ahead, rest), 0), ITEM_BYTES)
     begin(PDL)
     m = m_tile * BM + tl.arange(0, BM)
     real = m < M
@@ -121,8 +122,8 @@ def _row_gemm_kernel(
             norm = tl.load(next_norm_ptr + n, mask=exists, other=0.0).to(tl.float32)
             scaled = (value * norm[None, :]).to(scaled_ptr.dtype.element_ty)
             tl.store(scaled_ptr + m[:, None] * N + n[None, :], scaled, mask=write, eviction_policy=KEPT)
-            squares = tl.sum(tl.where(exists[None, :], value * value, 0.0), 1)
-            tl.store(squares_out_ptr + m * tl.num_programs(0) + tile, squares, mask=real, eviction_policy=KEPT)
+            made = tl.sum(tl.where(exists[None, :], value * value, 0.0), 1)
+            tl.store(squares_out_ptr + m * tl.num_programs(0) + tile, made, mask=real, eviction_policy=KEPT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

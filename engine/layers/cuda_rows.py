@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from engine.layers.linear import Linear
 
 
+_COPY_BYTES = 16  # rows that the copy engine brings lie a multiple of it apart
+
+
 def cuda_rows(x: Tensor) -> CudaRows | None:
     """The kernels for tensors like x; None on other devices and types, and where `unavailable_reason` has one."""
     if not x.is_cuda or x.dtype not in KERNEL_DTYPES or unavailable_reason() is not None:
@@ -209,14 +212,17 @@ class CudaRows:
         int8: Int8Weight | None = None,
     ) -> Tensor | None:
         """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: Linear.split_count. int8:
-        the weight in 8 bits, which still fewer rows are multiplied by. x: begins at a multiple of 16 bytes, its rows
-        lie such apart, as the copy engine wants them; its descriptor raises AssertionError otherwise."""
+        the weight in 8 bits, which still fewer rows are multiplied by. x: begins at a multiple of 16 bytes; where its
+        rows do not lie such apart, as the copy engine wants them, they are copied."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
         if int8_of(int8, rows) is None and cut_of(weight.dtype, rows=rows, K=K, N=N) is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        self._product(x.reshape(rows, K), weight, out, int8=int8, bias=bias, count=count)
+        x_MK = x.reshape(rows, K)
+        if x_MK.stride(0) * x.element_size() % _COPY_BYTES:  # a part of rows padded for ranks
+            x_MK = x_MK.contiguous()
+        self._product(x_MK, weight, out, int8=int8, bias=bias, count=count)
         return out.view(*x.shape[:-1], N)
 
     def write_context(
