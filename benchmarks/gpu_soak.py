@@ -7,10 +7,11 @@ Models and needs: see gpu_engine.py. Requests differ in prompt and output length
 changes while they run) and end: by length, by abort, or while their first token is on its way. A call that makes the
 host wait for the device is an error; --logprobs allows it, as log-probabilities are read that way, and asks for some.
 Exits 1 unless every block is free or cached at the end, the engine's checks pass, and the second half took no more GPU
-memory than the first. For `compute-sanitizer`, where it is installed:
+memory than the first; a run of under 400 steps says nothing of that. For `compute-sanitizer`, where it is installed
+(flash-attn's compiler asks the driver for functions that it does not have, which it takes well):
 
-    compute-sanitizer --error-exitcode 9 python benchmarks/gpu_soak.py OUT.json smol .. --requests 30 --concurrency 4 \\
-        --draft-lens 0 15 --max-model-len 320 --programs repeated
+    compute-sanitizer --report-api-errors no --error-exitcode 9 python benchmarks/gpu_soak.py OUT.json smol .. \\
+        --requests 12 --concurrency 3 --draft-lens 0 15 --max-model-len 320 --programs repeated
 """
 
 import argparse
@@ -110,7 +111,7 @@ def main() -> None:
     core.check_integrity()
     stats = core.stats()
     half = len(reserved) // 2
-    growth = max(reserved[half:], default=0) - max(reserved[:half], default=0)
+    growth = max(reserved[half:]) - max(reserved[:half]) if half else None
     record = {
         "command": command_line(),
         "versions": versions(),
@@ -128,7 +129,7 @@ def main() -> None:
         stats.free_blocks + stats.cached_blocks == stats.total_blocks
         and sum(ended.values()) == sent
         and "error" not in ended
-        and growth <= 0
+        and (growth is None or growth <= 0)
     )
     print(json.dumps(record, indent=1))
     save(args.out, record)
