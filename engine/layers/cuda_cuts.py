@@ -1,6 +1,7 @@
 """How products of few rows are cut on this machine's GPU, by the choices of `engine.kernels`; None: by none of them."""
 
 import torch
+from torch import Tensor
 
 from engine.kernels.available import copy_engine, shared_bytes
 from engine.kernels.gemm_choice import GemmCut, StreamCut, gemm_cut, stream_cut
@@ -18,6 +19,12 @@ def stream_of(dtype: torch.dtype, *, rows: int, K: int, N: int, swiglu: bool = F
     if dtype != torch.bfloat16 or not copy_engine():
         return None
     return stream_cut(rows=rows, K=K, N=N, swiglu=swiglu)
+
+
+def copyable(x_MK: Tensor) -> Tensor:
+    """x as the copy engine takes it: rows a multiple of 16 bytes apart, copied where they are not, as a part of rows
+    that were padded for ranks may be."""
+    return x_MK if x_MK.stride(0) * x_MK.element_size() % 16 == 0 else x_MK.contiguous()
 
 
 def int8_of(int8: Int8Weight | None, rows: int, *, swiglu: bool = False) -> GemmCut | StreamCut | None:

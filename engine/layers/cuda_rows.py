@@ -19,16 +19,13 @@ from torch import Tensor
 from engine.kernels.available import KERNEL_DTYPES, copy_engine, dependent_launch, interpreted, unavailable_reason
 from engine.kernels.gemm_choice import GemmCut, PeakCut, StreamCut, head_cut, peak_cut
 from engine.kernels.wide_choice import WideCut, argmax_cut, swiglu_cut
-from engine.layers.cuda_cuts import cut_of, int8_of, stream_of
+from engine.layers.cuda_cuts import copyable, cut_of, int8_of, stream_of
 from engine.layers.int8_weight import Int8Weight
 from engine.layers.layer_weights import LayerWeights
 
 if TYPE_CHECKING:
     from engine.kernels.row_gemm import Scaled
     from engine.layers.linear import Linear
-
-
-_COPY_BYTES = 16  # rows that the copy engine brings lie a multiple of it apart
 
 
 def cuda_rows(x: Tensor) -> CudaRows | None:
@@ -219,10 +216,7 @@ class CudaRows:
         if int8_of(int8, rows) is None and cut_of(weight.dtype, rows=rows, K=K, N=N) is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        x_MK = x.reshape(rows, K)
-        if x_MK.stride(0) * x.element_size() % _COPY_BYTES:  # a part of rows padded for ranks
-            x_MK = x_MK.contiguous()
-        self._product(x_MK, weight, out, int8=int8, bias=bias, count=count)
+        self._product(copyable(x.reshape(rows, K)), weight, out, int8=int8, bias=bias, count=count)
         return out.view(*x.shape[:-1], N)
 
     def write_context(

@@ -65,6 +65,8 @@ class ProgramShape:
 
 def fits(updates: Sequence[BlockTableUpdate], slots: Sequence[int]) -> bool:
     """Whether an upload has room for these changes of the block tables: of its rows' slots, few of each."""
+    if not updates:
+        return True
     changed = [update.slot for update in updates]
     return (
         all([len(update.block_ids) <= NEW_BLOCKS for update in updates])
