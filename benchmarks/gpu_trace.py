@@ -5,8 +5,10 @@
 The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance, through the whole engine, its
 recorded programs included. For each concurrency, all ahead of the first trace: milliseconds of a step between its marks
 on the device and on the wall, and of the host's work for it: mean, median and the three longest; of the mean: launching
-the recorded programs, and Python's collections of garbage. Then a table of the kernels of --steps steps. For each
-prompt length, alone: milliseconds to its first token with and without drafts, and the same table.
+the recorded programs, and Python's collections of garbage; right behind, microseconds of a loop that is always the
+same, as the host's work follows its core's speed. With --rounds all of these again, one after the other: the median
+round counts. Then a table of the kernels of --steps steps. For each prompt length, alone: milliseconds to its first
+token with and without drafts, and the same table.
 
 `trace_table.py` tells what the tables hold, `peer_trace.py` makes them of vLLM.
 """
@@ -44,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="*", default=[4096], help="lengths of lone prompts")
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[15], help="decode steps at each")
     parser.add_argument("--prompt-tokens", type=int, default=400, help="ahead of the decode steps")
+    parser.add_argument("--rounds", type=int, default=1, help="of the times of decode steps")
     parser.add_argument("--warm-s", type=float, default=0.5, help="of decode steps ahead of what is measured")
     parser.add_argument("--tokens", type=int, default=1024, help="room for the answers")
     parser.add_argument("--steps", type=int, default=3, help="under the profiler")
@@ -73,6 +76,17 @@ class Replays:
             self.seconds += time.perf_counter() - started
 
         torch.cuda.CUDAGraph.replay = replay
+
+
+def fixed_loop_us() -> float:
+    """How fast the host's core is now."""
+    taken_s = []
+    for _ in range(25):
+        started, made = time.perf_counter(), {}
+        for number in range(200):
+            made[number] = (number, number)
+        taken_s.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(taken_s)
 
 
 class Collections:
@@ -188,6 +202,7 @@ def timed(driver: Driver, args: argparse.Namespace, concurrency: int, draft_len:
             walls_s.append(time.perf_counter() - started)
             hosts_s.append(walls_s[-1] - (waited.wait_s - waits_s))
     collections.close()
+    loop_us = fixed_loop_us()
     launches_s = driver.launches_s - launches_s
     gpu = driver.monitor.since(begun + args.warm_s / 2)
     runner.collect = original
@@ -203,7 +218,15 @@ def timed(driver: Driver, args: argparse.Namespace, concurrency: int, draft_len:
         "host_longest_ms": [round(1e3 * s, 3) for s in sorted(hosts_s)[:-4:-1]],
         "host_launches_ms": round(1e3 * launches_s / MEASURED_STEPS, 4),
         "host_collections_ms": round(1e3 * collections.seconds / MEASURED_STEPS, 4),
+        "fixed_loop_us": round(loop_us, 2),
     }
+
+
+def median_round(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The round in the middle by the host's median work, with that and the fixed loop's time of all, in order."""
+    by_work = sorted(rounds, key=lambda row: row["host_median_ms"])
+    row = dict(by_work[(len(by_work) - 1) // 2])
+    return row | {f"all_{name}": [r[name] for r in rounds] for name in ("host_median_ms", "fixed_loop_us")}
 
 
 def traced(
@@ -244,7 +267,8 @@ def main() -> None:
         record["start_s"] = round(lab.start_s, 1)
         driver, vocab = Driver(lab, args.device, replays), config.target.vocab_size
         cases = [(c, k) for c in reversed(args.concurrency) for k in args.measured_lens]
-        times = {case: timed(driver, args, *case, vocab) for case in cases}
+        rounds = [{case: timed(driver, args, *case, vocab) for case in cases} for _ in range(args.rounds)]
+        times = {case: median_round([found[case] for found in rounds]) for case in cases}
         for row in times.values():
             print("TIMED", json.dumps(row), flush=True)
         parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
