@@ -7,8 +7,8 @@ and in programs of their own.
 The shapes of Qwen3-8B and its drafter with random weights and synthetic acceptance, or SmolLM2. R requests decode; a
 prompt joins one of their steps --samples times each way, in turn. Milliseconds of the device from the step's first work
 to its last, the prompt's context and drafts included, and of the steps without a prompt between them; medians.
---together: so many prompts at once while nothing decodes; milliseconds until all have their first token. Exits 1 where
-rows are not the faster way, 3 where a way was not taken.
+--together: so many prompts of --together-tokens at once while nothing decodes; milliseconds until all have their first
+token. Exits 1 where rows are not the faster way, 3 where a way was not taken, as where no program has so many rows.
 """
 
 import argparse
@@ -36,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, nargs="*", default=[4, 16, 32])
     parser.add_argument("--together", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--together-tokens", type=int, default=64, help="of each of these prompts")
     parser.add_argument("--smollm2")
     parser.add_argument("--drafter")
     parser.add_argument("--draft-lens", type=int, nargs="+", default=[7, 15])
@@ -129,7 +130,7 @@ def measure_together(driver: Driver, args: argparse.Namespace, count: int, draft
     for number in range(2 * args.samples + 2):
         way = list(WAYS)[number % 2]
         programs.mixes = WAYS[way]
-        prompts = random_prompts(count, args.prompt_tokens, vocab)
+        prompts = random_prompts(count, args.together_tokens, vocab)
         driver.sync()
         before, started = programs.num_mixed, time.perf_counter()
         names = driver.add(prompts, 2)
@@ -139,7 +140,7 @@ def measure_together(driver: Driver, args: argparse.Namespace, count: int, draft
         if number >= 2 and (programs.num_mixed > before) == WAYS[way]:
             found[way].append(spent_ms)
     programs.mixes = True
-    row: dict[str, Any] = {"together": count, "draft_len": draft_len, "prompt_tokens": args.prompt_tokens}
+    row: dict[str, Any] = {"together": count, "draft_len": draft_len, "prompt_tokens": args.together_tokens}
     for way, times in found.items():
         row[f"{way}_ms"] = round(statistics.median(times), 4) if times else None
         row[f"{way}_all_ms"] = [round(ms, 3) for ms in times]

@@ -16,6 +16,7 @@ import torch
 
 from engine.attention.kv_cache_tensors import KvCache
 from engine.config.engine import EngineConfig
+from engine.heap import freeze_heap
 from engine.parallel.plan_channel import follow_plans
 from engine.parallel.plan_ring import PlanReader
 from engine.parallel.tp_group import TpGroup
@@ -122,6 +123,7 @@ def follow_from_stdin() -> None:
     spec: FollowerSpec = pickle.load(sys.stdin.buffer)
     rank = make_rank(spec.config, rank=spec.rank, init_method=spec.init_method)
     reader = PlanReader(spec.ring_name, index=spec.rank - 1)
+    freeze_heap()
     try:
         rank.follow(reader)
     finally:
