@@ -271,12 +271,15 @@ def main() -> None:
         times = {case: median_round([found[case] for found in rounds]) for case in cases}
         for row in times.values():
             print("TIMED", json.dumps(row), flush=True)
+        # Where the time does not last for a table, the row has none.
+        record["rows"] = [*times.values()]
+        save(args.out, record)
         parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-            (f"{c} requests, K = {k}", lambda c=c, k=k: times[c, k] | traced(driver, args, c, k, vocab, scratch))
+            (f"kernels of {c} requests, K = {k}", lambda c=c, k=k: traced(driver, args, c, k, vocab, scratch))
             for c, k in cases
         ]
         parts += [(f"prompt of {n}", lambda n=n: lone_prompt(driver, args, n, vocab, scratch)) for n in args.prompts]
-        for name, part in parts:
+        for number, (name, part) in enumerate(parts):
             if time.perf_counter() - began > args.seconds:
                 record["left_out"].append(name)
                 continue
@@ -286,7 +289,10 @@ def main() -> None:
                 record["left_out"].append(f"{name}: {traceback.format_exc()[-1500:]}")
                 print(record["left_out"][-1], flush=True)
                 continue
-            record["rows"].append(row)
+            if number < len(cases):
+                row = record["rows"][number] = record["rows"][number] | row
+            else:
+                record["rows"].append(row)
             print("ROW", json.dumps({k: v for k, v in row.items() if k not in ("kernels", "longest_gaps")}), flush=True)
             for kernel in row["kernels"][:24]:
                 print("   ", json.dumps(kernel), flush=True)

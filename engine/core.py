@@ -11,7 +11,6 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -174,7 +173,7 @@ class EngineCore:
         self._next_step_id += 1
         if self._shadow is not None and self._speculates and self._shadow.is_due(scheduled.plan):
             plan = structs.replace(scheduled.plan, draft_len=self._config.max_draft_len, report_drafts=True)
-            scheduled = replace(scheduled, plan=plan)
+            scheduled = structs.replace(scheduled, plan=plan)
         self._in_flight.append(scheduled)
         if self._broadcast is not None:
             self._broadcast(scheduled.plan)

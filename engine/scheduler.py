@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.config.engine import EngineConfig
 from engine.kv_cache.manager import KvCacheManager
 from engine.prefill_pace import PrefillPace, tokens_of_several
@@ -34,8 +36,7 @@ class PipelineNotEmpty(Exception):
     """A preemption is due, but a step is in flight. Nothing was planned; read its result and plan again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillRow:
+class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk as the host remembers it while its step is in flight."""
 
     seq: Sequence
@@ -43,8 +44,7 @@ class PrefillRow:
     samples: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledStep:
+class ScheduledStep(msgspec.Struct, frozen=True, kw_only=True):
     """A plan and the sequences behind its rows, in plan order."""
 
     plan: StepPlan

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import msgspec
 import torch
 
 from engine.kernels.row_state import ENTRIES
@@ -71,8 +72,7 @@ class LogprobRows:
         return result
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResultRows:
+class ResultRows(msgspec.Struct, frozen=True, kw_only=True):
     """Where an entry of the ring holds some rows: `num_rows` of `width` numbers each, from `start` on.
 
     number: of the upload whose rows they are, if the device writes them there itself, with the number ahead of them.

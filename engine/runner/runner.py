@@ -6,8 +6,9 @@ Guard rail: only what every model and every step needs belongs here. A feature t
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from engine.attention.kv_cache_tensors import KvCache
@@ -33,8 +34,7 @@ from engine.sampling.processors import LogitsStage
 from engine.step import PrefillChunk, RowResult, SlotInit, StepPlan, StepResult
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
+class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of a step that were decided together. place: where the step's entry will hold their results.
 
     inits: their requests in plan order. logprobs: None where nobody asked for any. drafts: where their drafts will be,
@@ -47,8 +47,7 @@ class _Rows:
     drafts: ResultRows | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Launched:
+class _Launched(msgspec.Struct, frozen=True, kw_only=True):
     """A step on the device. Everything a later step changes (slot state, block tables) is not in here.
 
     prompt_scores: of the prompt chunks that asked for them.
@@ -121,6 +120,7 @@ class ModelRunner:
         # Steps that nobody waits for may still use the host's memory when the runner goes.
         weakref.finalize(self, self._results.wait).atexit = False
         self._launched: deque[_Launched] = deque()
+        self._inference = torch.inference_mode()  # entered in every step: as a decorator it is made anew each time
         self._decode_programs: DecodePrograms | None = None
         self._prompt_programs: PromptPrograms | None = None
         if fixed_shapes:
@@ -158,15 +158,19 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what the programs took when they ran eagerly is of no use to their graphs
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
         """Execute one plan. On a CPU the work is done when this returns; on a device it is queued, and nothing is read
         back but where the ranks are compared."""
+        with self._inference:
+            self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
         entry = self._results.take()
         self._draft_program.prepare_context(plan)
         if plan.zero_blocks:
             self.kv.zero_blocks(plan.zero_blocks)
-        self._logits_stage.assign(plan.new_slots)
+        if plan.new_slots:
+            self._logits_stage.assign(plan.new_slots)
         if self._decode_programs is None:
             self.state.apply(plan)
             rows, scores = self._run_eagerly(plan, plan.decode_slots, plan.prefill, entry)

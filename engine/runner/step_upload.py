@@ -20,12 +20,14 @@ It is copied to the device, or taken from where it is by the first kernel of T (
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from struct import Struct
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from engine.kernels.row_state import HEADER, LENGTH_AT, LIMIT_AT, NEW_BLOCKS, NUMBER_AT, PLACE_AT, HostUpload, PieceRows
+from engine.kernels.row_state import HEADER, LIMIT_AT, NEW_BLOCKS, HostUpload, PieceRows
 from engine.runner.pieces import write_pieces
 from engine.runner.slots import SlotState
 from engine.runner.upload_ring import HostRing, UploadRing
@@ -34,7 +36,7 @@ from engine.step import BlockTableUpdate, PrefillChunk
 Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ProgramShape:
     """num_rows R and width K of a T program. takes_pieces: its rows may be pieces of prompts."""
 
@@ -47,17 +49,22 @@ class ProgramShape:
         """Of its forward."""
         return self.num_rows * (self.width + 1)
 
-    @property
+    @cached_property
     def first_size(self) -> int:
         """Where the sizes of pieces begin."""
         return HEADER + (3 + NEW_BLOCKS) * self.num_rows
 
-    @property
+    @cached_property
     def usual_length(self) -> int:
         """Of an upload without pieces."""
         return self.first_size + (self.num_rows if self.takes_pieces else 0)
 
-    @property
+    @cached_property
+    def usual(self) -> Struct:
+        """The memory of an upload without pieces."""
+        return Struct(f"{self.usual_length}q")
+
+    @cached_property
     def length(self) -> int:
         """Of an upload with pieces, where there may be any."""
         return self.first_size + (self.num_rows * (self.width + 3) if self.takes_pieces else 0)
@@ -160,21 +167,18 @@ class StepUpload:
         """slots: of the decode rows. updates: the block tables' changes, which the caller knows to be such that `fits`.
         prefill: chunks that run as pieces behind the decode rows. place: of the results."""
         if self._ring is not None:
-            array = self._ring.next()
-            array[NUMBER_AT] = self._ring.number
-            array[LENGTH_AT] = self._fill(array, shape, limit, slots, updates, prefill, place)
+            self._fill(self._ring.next(), shape, self._ring.number, limit, slots, updates, prefill, place)
             self._ring.send()
             return
         assert self._copied is not None
-        self._copied.send(self._fill(self._copied.next(), shape, limit, slots, updates, prefill, place))
+        self._copied.send(self._fill(self._copied.next(), shape, 0, limit, slots, updates, prefill, place))
 
     def send_filler(self, shape: ProgramShape) -> None:
         """For programs that run as often as they like until `resume`, of filler rows alone. The device is idle."""
         if self._ring is None:
             self.send(shape, limit=0)
             return
-        array = self._ring.next()
-        array[LENGTH_AT] = self._fill(array, shape, 0, (), (), (), 0)
+        self._fill(self._ring.next(), shape, self._ring.number, 0, (), (), (), 0)
         self._ring.repeat()
 
     def resume(self) -> None:
@@ -186,35 +190,32 @@ class StepUpload:
         self,
         array: np.ndarray,
         shape: ProgramShape,
+        number: int,
         limit: int,
         slots: Sequence[int],
         updates: Sequence[BlockTableUpdate],
         prefill: Sequence[PrefillChunk],
         place: int,
     ) -> int:
-        """Writes an upload and returns its length."""
-        rows, first_size = shape.num_rows, shape.first_size
-        array[LIMIT_AT], array[PLACE_AT] = limit, place
-        # Gathered in a list, which goes into the array at once: each access to an array costs as much as ten to a list.
-        numbers = [*slots, *[self._state.filler_slot] * (rows - len(slots)), *[0] * (2 * rows)]
+        """Writes an upload and returns its length. number: the upload's own."""
+        rows, length = shape.num_rows, shape.usual_length if not prefill else shape.length
+        # One list that goes into the array at once: each access to an array costs as much as ten to a list. Its head is
+        # in the order of NUMBER_AT, LIMIT_AT, PLACE_AT, LENGTH_AT.
+        numbers = [number, limit, place, length, *slots, *[self._state.filler_slot] * (rows - len(slots))]
+        numbers += [0] * (shape.usual_length - len(numbers))
         if updates:
             row_of = {slot: row for row, slot in enumerate(slots)}
             for update in updates:
                 row, block_ids = row_of[update.slot], update.block_ids
-                numbers[rows + row], numbers[2 * rows + row] = update.first_index, len(block_ids)
+                numbers[HEADER + rows + row], numbers[HEADER + 2 * rows + row] = update.first_index, len(block_ids)
                 ids_at = HEADER + 3 * rows + row * NEW_BLOCKS
-                array[ids_at : ids_at + len(block_ids)] = block_ids
-        slots_R = array[HEADER : HEADER + rows]
-        array[HEADER : HEADER + 3 * rows] = numbers
-        if not shape.takes_pieces:
-            assert not prefill
-            return shape.usual_length
-        array[first_size : first_size + rows] = 0
-        if not prefill:
-            return shape.usual_length
-        size_R, start_R, ids_RQ = _pieces_of(array, shape)
-        write_pieces(prefill, len(slots), slots_R, size_R, start_R, ids_RQ)
-        return shape.length
+                numbers[ids_at : ids_at + len(block_ids)] = block_ids
+        shape.usual.pack_into(array.data, 0, *numbers)
+        if prefill:
+            assert shape.takes_pieces, f"pieces in a program without: {shape}"
+            size_R, start_R, ids_RQ = _pieces_of(array, shape)
+            write_pieces(prefill, len(slots), array[HEADER : HEADER + rows], size_R, start_R, ids_RQ)
+        return length
 
 
 def _pieces_of(numbers: Numbers, shape: ProgramShape) -> tuple[Numbers, Numbers, Numbers]:

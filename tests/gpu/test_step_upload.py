@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine import SamplingParams
 from engine.kernels.row_state import ENTRIES, NUMBER_AT, PLACE_AT, HostResults
@@ -156,7 +157,7 @@ def test_results_lie_where_the_upload_says(seed: int, device: str) -> None:
         assert all(entry.place <= at <= entry.place + shape.num_rows * width for at in changed)
         steps.other.committed_len.copy_(state.committed_len)
         with pytest.raises(AssertionError, match="upload"):
-            entry.read(replace(place, number=number + 1))
+            entry.read(structs.replace(place, number=number + 1))
 
 
 def test_what_an_upload_has_no_room_for() -> None:
