@@ -1,9 +1,10 @@
 """Host time of a decode step without a model: scheduling, plan, upload, results, tokens into sequences.
 
-    python benchmarks/host_overhead.py OUT.json [--rows 1 8 64 128] [--draft-len 15] [--emitted 7] [--profile]
+    python benchmarks/host_overhead.py OUT.json [--rows 1 8 64 128] [--draft-len 15] [--emitted 7] [--cold] [--profile]
 
 The engine runs as always, on toy shapes; T and D are replaced by writing one packed result row per request, --emitted
-tokens each. --device cuda adds what the copies, events and marks of a GPU cost.
+tokens each. --device cuda adds what the copies, events and marks of a GPU cost. --cold: ahead of each step every cache
+of the processor is filled with something else, as a neighbour on its core or the wait for a GPU may do.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from random_models import QWEN3_8B, QWEN3_8B_DFLASH
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
+_MORE_THAN_CACHES = 128 << 20  # bytes
 TINY = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
 TINY |= dict(vocab_size=512, num_hidden_layers=1, max_position_embeddings=16384)
 
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--emitted", type=int, default=7)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     record: dict[str, Any] = {"command": command_line(), "versions": versions(), "rows": []}
@@ -89,7 +92,10 @@ def main() -> None:
         if args.profile:
             profiler.enable()
         times = []
+        other = torch.ones(_MORE_THAN_CACHES // 8, dtype=torch.int64)
         for _ in range(args.steps):
+            if args.cold:
+                other += 1
             started = time.perf_counter()
             core.step()
             times.append(time.perf_counter() - started)
