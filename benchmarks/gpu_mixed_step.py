@@ -1,5 +1,5 @@
 """What a prompt adds to a decode step on one GPU, and what prompts that come together take: as rows of decode programs,
-and in programs of their own.
+and without that way (in programs of their own, or several in one forward that is not recorded).
 
     python benchmarks/gpu_mixed_step.py OUT.json [--rows 4 16 32] [--together 2 4 8 16] [--draft-lens 7 15]
         [--prompt-tokens 256] [--smollm2 MODEL --drafter DIR]
@@ -12,6 +12,7 @@ token. Exits 1 where rows are not the faster way, 3 where a way was not taken, a
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -60,9 +61,10 @@ class Steps:
     """Plans of an engine, and the milliseconds that each took its device."""
 
     def __init__(self, lab: Lab, device: str) -> None:
-        self._launch, self._cuda = lab.rank.runner.launch, device == "cuda"
+        self._runner, self._cuda = lab.rank.runner, device == "cuda"
+        self._launch = self._runner.launch
         self._marks: list[tuple[StepPlan, Any, Any]] = []
-        lab.rank.runner.launch = self.launch
+        self._runner.launch = self.launch
 
     def mark(self) -> Any:
         if not self._cuda:
@@ -83,9 +85,14 @@ class Steps:
         marks, self._marks = self._marks, []
         return [(plan, a.elapsed_time(b) if self._cuda else 1e3 * (b - a)) for plan, a, b in marks]
 
+    def close(self) -> None:
+        """Steps are no longer marked."""
+        self._runner.launch = self._launch
 
-def measure(driver: Driver, steps: Steps, args: argparse.Namespace, rows: int, draft_len: int) -> dict[str, Any]:
+
+def measure(driver: Driver, args: argparse.Namespace, rows: int, draft_len: int) -> dict[str, Any]:
     core, programs = driver.lab.core, driver.lab.rank.runner._decode_programs
+    steps = Steps(driver.lab, args.device)
     driver.lab.set_draft_len(draft_len)
     vocab = driver.lab.config.target.vocab_size
     names = driver.add(random_prompts(rows, args.context, vocab), args.tokens)
@@ -114,6 +121,7 @@ def measure(driver: Driver, steps: Steps, args: argparse.Namespace, rows: int, d
                 alone.append(ms)
     programs.mixes = True
     driver.end(names)
+    steps.close()
     row: dict[str, Any] = {"rows": rows, "draft_len": draft_len, "prompt_tokens": args.prompt_tokens}
     row["decode_ms"] = round(statistics.median(alone), 4)
     for way, times in found.items():
@@ -154,11 +162,12 @@ def main() -> None:
         lab = Lab(smol_config(args) if args.smollm2 else q8_config(args, Path(scratch)))
         record: dict[str, Any] = {"command": command_line(), "versions": versions(), "start_s": round(lab.start_s, 1)}
         record["rows"] = []
-        driver, steps = Driver(lab, args.device), Steps(lab, args.device)
+        driver = Driver(lab, args.device)
         for draft_len in args.draft_lens:
-            rows = [measure(driver, steps, args, count, draft_len) for count in args.rows]
-            rows += [measure_together(driver, args, count, draft_len) for count in args.together]
-            for row in rows:
+            for row in itertools.chain(
+                (measure_together(driver, args, count, draft_len) for count in args.together),
+                (measure(driver, args, count, draft_len) for count in args.rows),
+            ):
                 record["rows"].append(row)
                 print("ROW", json.dumps({k: v for k, v in row.items() if not k.endswith("_all_ms")}), flush=True)
                 save(args.out, record)

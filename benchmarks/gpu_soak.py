@@ -7,8 +7,9 @@ Models and needs: see gpu_engine.py. Requests differ in prompt and output length
 changes while they run) and end: by length, by abort, or while their first token is on its way. A call that makes the
 host wait for the device is an error; --logprobs allows it, as log-probabilities are read that way, and asks for some.
 Exits 1 unless every block is free or cached at the end, the engine's checks pass, and the second half took no more GPU
-memory than the first; a run of under 400 steps says nothing of that. For `compute-sanitizer`, where it is installed
-(flash-attn's compiler asks the driver for functions that it does not have, which it takes well):
+memory than the first; a run of under 400 steps says nothing of that. For `compute-sanitizer`, where it is installed, it
+is to be run without reports of failed driver calls, as flash-attn's compiler probes for functions that a driver may not
+have; errors of memory are reported:
 
     compute-sanitizer --report-api-errors no --error-exitcode 9 python benchmarks/gpu_soak.py OUT.json smol .. \\
         --requests 12 --concurrency 3 --draft-lens 0 15 --max-model-len 320 --programs repeated

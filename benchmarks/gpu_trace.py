@@ -6,7 +6,7 @@ The shapes of Qwen3-8B and its drafter with random weights and synthetic accepta
 recorded programs included. For each concurrency, all ahead of the first trace: milliseconds of a step between its marks
 on the device and on the wall, and of the host's work for it: mean, median and the three longest; of the mean: launching
 the recorded programs, and Python's collections of garbage; right behind, microseconds of a loop that is always the
-same, as the host's work follows its core's speed. With --rounds all of these again, one after the other: the median
+same, as others may slow the host's core. With --rounds all of these again, one after the other: the median
 round counts. Then a table of the kernels of --steps steps. For each prompt length, alone: milliseconds to its first
 token with and without drafts, and the same table.
 

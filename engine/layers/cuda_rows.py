@@ -210,13 +210,13 @@ class CudaRows:
     ) -> Tensor | None:
         """x @ weight.T + bias for few rows, or None where cuBLAS is the better choice. count: Linear.split_count. int8:
         the weight in 8 bits, which still fewer rows are multiplied by. x: begins at a multiple of 16 bytes; where its
-        rows do not lie such apart, as the copy engine wants them, they are copied."""
+        rows do not lie such apart, they are copied for the copy engine."""
         rows = x.numel() // x.shape[-1]
         N, K = weight.shape
         if int8_of(int8, rows) is None and cut_of(weight.dtype, rows=rows, K=K, N=N) is None:
             return None
         out = torch.empty(rows, N, dtype=out_dtype or x.dtype, device=x.device)
-        self._product(copyable(x.reshape(rows, K)), weight, out, int8=int8, bias=bias, count=count)
+        self._product(x.reshape(rows, K), weight, out, int8=int8, bias=bias, count=count)
         return out.view(*x.shape[:-1], N)
 
     def write_context(
@@ -383,6 +383,7 @@ class CudaRows:
         if isinstance(cut, StreamCut):
             from engine.kernels.stream_gemm import stream_gemm
 
+            x = copyable(x) if isinstance(x, Tensor) else x
             return stream_gemm(x, weight, out, cut=cut, pdl=self.pdl, **fused)
         return self._triton_product(x, weight, out, cut=cut, **fused)
 

@@ -1,5 +1,5 @@
 """Prompt chunks as rows of the decode programs, so that one forward serves a step's decode rows and its prompts, or
-several prompts that come together.
+several prompts that come together. Only where the step drafts.
 
 A chunk is cut into pieces of at most Q = K + 1 tokens. Each is a row of the program of width K: all rows' K/V are
 written before a layer's attention reads the cache, so the pieces of a prompt see each other. Rows of a mixed step:

@@ -60,9 +60,9 @@ class ProgramShape:
         return self.first_size + (self.num_rows if self.takes_pieces else 0)
 
     @cached_property
-    def usual(self) -> Struct:
-        """The memory of an upload without pieces."""
-        return Struct(f"{self.usual_length}q")
+    def start(self) -> Struct:
+        """The memory of every upload's first numbers, up to the ids of new blocks."""
+        return Struct(f"{HEADER + 3 * self.num_rows}q")
 
     @cached_property
     def length(self) -> int:
@@ -199,18 +199,21 @@ class StepUpload:
     ) -> int:
         """Writes an upload and returns its length. number: the upload's own."""
         rows, length = shape.num_rows, shape.usual_length if not prefill else shape.length
-        # One list that goes into the array at once: each access to an array costs as much as ten to a list. Its head is
-        # in the order of NUMBER_AT, LIMIT_AT, PLACE_AT, LENGTH_AT.
+        assert len(slots) <= rows, f"{len(slots)} decode rows in a program of {rows}"
+        # One list that goes into the array at once: for few rows an access to an array costs as much as ten to a list.
+        # Its head is in the order of NUMBER_AT, LIMIT_AT, PLACE_AT, LENGTH_AT.
         numbers = [number, limit, place, length, *slots, *[self._state.filler_slot] * (rows - len(slots))]
-        numbers += [0] * (shape.usual_length - len(numbers))
+        numbers += [0] * (2 * rows)
         if updates:
             row_of = {slot: row for row, slot in enumerate(slots)}
             for update in updates:
                 row, block_ids = row_of[update.slot], update.block_ids
                 numbers[HEADER + rows + row], numbers[HEADER + 2 * rows + row] = update.first_index, len(block_ids)
                 ids_at = HEADER + 3 * rows + row * NEW_BLOCKS
-                numbers[ids_at : ids_at + len(block_ids)] = block_ids
-        shape.usual.pack_into(array.data, 0, *numbers)
+                array[ids_at : ids_at + len(block_ids)] = block_ids
+        shape.start.pack_into(array.data, 0, *numbers)
+        if shape.takes_pieces:
+            array[shape.first_size : shape.usual_length] = 0
         if prefill:
             assert shape.takes_pieces, f"pieces in a program without: {shape}"
             size_R, start_R, ids_RQ = _pieces_of(array, shape)

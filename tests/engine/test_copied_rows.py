@@ -1,4 +1,4 @@
-"""Which rows reach the copy engine's product as they lie, and which as a copy: launches are noted, none is made."""
+"""Which rows reach a product as they lie, and which the copy engine's as a copy: launches are noted, none is made."""
 
 import sys
 from types import SimpleNamespace
@@ -36,3 +36,15 @@ def test_rows_an_odd_number_of_bytes_apart_are_copied(brought: list[Tensor], apa
     assert torch.equal(given, x)
     assert given.stride(0) * given.element_size() % 16 == 0 and given.stride(1) == 1
     assert (given.data_ptr() != x.data_ptr()) == copied
+
+
+def test_the_other_kernel_takes_rows_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Tensor] = []
+    kernel = SimpleNamespace(row_gemm=lambda x, *_, **__: found.append(x))
+    monkeypatch.setitem(sys.modules, "engine.kernels.row_gemm", kernel)
+    monkeypatch.setattr(cuda_cuts, "copy_engine", lambda: False)
+    x = torch.randn(8, H + 2).bfloat16()[:, :H]
+    weight = torch.empty(H, H, dtype=torch.bfloat16, device="meta")
+    assert CudaRows(pdl=False).linear(x, weight, None, None, torch.zeros(H, dtype=torch.int32)) is not None
+    (given,) = found
+    assert given.data_ptr() == x.data_ptr() and given.stride() == x.stride()

@@ -1,12 +1,18 @@
 """The frozen heap: what lived is left out of collections, garbage is collected before and behind it."""
 
 import gc
+import io
+import pickle
+import sys
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from engine import rank
 from engine.heap import freeze_heap
+from tests.engine.fake_runner import make_config
 
 
 class Knot:
@@ -45,3 +51,20 @@ def test_garbage_of_the_start_is_freed_and_later_garbage_too() -> None:
     later = weakref.ref(Knot())
     gc.collect()
     assert later() is None
+
+
+def test_a_follower_process_leaves_its_start_out_before_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = rank.FollowerSpec(config=make_config(), rank=1, init_method="tcp://127.0.0.1:1", ring_name="ring")
+    calls: list[tuple[str, int]] = []
+
+    def note(name: str, result: object = None) -> object:
+        calls.append((name, gc.get_freeze_count()))
+        return result
+
+    follower = SimpleNamespace(follow=lambda reader: note("follow"), close=lambda: note("close"))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(spec))))
+    monkeypatch.setattr(rank, "make_rank", lambda *_, **__: note("make", follower))
+    monkeypatch.setattr(rank, "PlanReader", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    rank.follow_from_stdin()
+    assert [name for name, _ in calls] == ["make", "follow", "close"]
+    assert calls[0][1] == 0 and calls[1][1] > 10_000
