@@ -121,6 +121,15 @@ def test_an_upload_brings_the_pieces_behind_the_rest():
         assert not pieces.size_R.any()
 
 
+def test_rows_that_a_program_does_not_have_reach_no_table():
+    state = Case(3, "cpu", seed=0).state
+    shapes = program_shapes(make_config(max_num_seqs=6))
+    upload = StepUpload(shapes, state, torch.device("cpu"))
+    for shape in shapes:
+        with pytest.raises(AssertionError, match=f"in a program of {shape.num_rows}"):
+            upload.send(shape, limit=0, slots=(1,) * (shape.num_rows + 1))
+
+
 @pytest.mark.parametrize("width", [1, 3, 7])
 def test_the_torch_forms_against_the_rows_one_by_one(width):
     ends = set()
