@@ -120,7 +120,6 @@ class ModelRunner:
         # Steps that nobody waits for may still use the host's memory when the runner goes.
         weakref.finalize(self, self._results.wait).atexit = False
         self._launched: deque[_Launched] = deque()
-        self._inference = torch.inference_mode()  # entered in every step: as a decorator it is made anew each time
         self._decode_programs: DecodePrograms | None = None
         self._prompt_programs: PromptPrograms | None = None
         if fixed_shapes:
@@ -161,7 +160,9 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> None:
         """Execute one plan. On a CPU the work is done when this returns; on a device it is queued, and nothing is read
         back but where the ranks are compared."""
-        with self._inference:
+        # Made anew each time: one that is kept leaves the mode on in this thread where an interrupt meets its entrance.
+        # As a decorator it costs twice as much.
+        with torch.inference_mode():
             self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:

@@ -1,6 +1,6 @@
 """What a step brings to the decode programs: one packed upload. K drafts, Q = K + 1, R rows.
 
-    4 numbers              the upload's own, counted from 0
+    4 numbers              the upload's own, counted from 0; 0 in each that is copied
                            limit of the decode rows' own drafts (the plan's verify_len, at most the program's width K)
                            place of the step's results in the memory that D writes them to, where it does
                            length of the upload
@@ -27,7 +27,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from engine.kernels.row_state import HEADER, LIMIT_AT, NEW_BLOCKS, HostUpload, PieceRows
+from engine.kernels.row_state import HEADER, LENGTH_AT, LIMIT_AT, NEW_BLOCKS, NUMBER_AT, PLACE_AT, HostUpload, PieceRows
 from engine.runner.pieces import write_pieces
 from engine.runner.slots import SlotState
 from engine.runner.upload_ring import HostRing, UploadRing
@@ -60,7 +60,7 @@ class ProgramShape:
         return self.first_size + (self.num_rows if self.takes_pieces else 0)
 
     @cached_property
-    def start(self) -> Struct:
+    def first_numbers(self) -> Struct:
         """The memory of every upload's first numbers, up to the ids of new blocks."""
         return Struct(f"{HEADER + 3 * self.num_rows}q")
 
@@ -167,18 +167,30 @@ class StepUpload:
         """slots: of the decode rows. updates: the block tables' changes, which the caller knows to be such that `fits`.
         prefill: chunks that run as pieces behind the decode rows. place: of the results."""
         if self._ring is not None:
-            self._fill(self._ring.next(), shape, self._ring.number, limit, slots, updates, prefill, place)
+            self._fill(
+                self._ring.next(),
+                shape,
+                number=self._ring.number,
+                limit=limit,
+                slots=slots,
+                updates=updates,
+                prefill=prefill,
+                place=place,
+            )
             self._ring.send()
             return
         assert self._copied is not None
-        self._copied.send(self._fill(self._copied.next(), shape, 0, limit, slots, updates, prefill, place))
+        length = self._fill(
+            self._copied.next(), shape, limit=limit, slots=slots, updates=updates, prefill=prefill, place=place
+        )
+        self._copied.send(length)
 
     def send_filler(self, shape: ProgramShape) -> None:
         """For programs that run as often as they like until `resume`, of filler rows alone. The device is idle."""
         if self._ring is None:
             self.send(shape, limit=0)
             return
-        self._fill(self._ring.next(), shape, self._ring.number, 0, (), (), (), 0)
+        self._fill(self._ring.next(), shape, number=self._ring.number)
         self._ring.repeat()
 
     def resume(self) -> None:
@@ -190,20 +202,22 @@ class StepUpload:
         self,
         array: np.ndarray,
         shape: ProgramShape,
-        number: int,
-        limit: int,
-        slots: Sequence[int],
-        updates: Sequence[BlockTableUpdate],
-        prefill: Sequence[PrefillChunk],
-        place: int,
+        *,
+        number: int = 0,
+        limit: int = 0,
+        slots: Sequence[int] = (),
+        updates: Sequence[BlockTableUpdate] = (),
+        prefill: Sequence[PrefillChunk] = (),
+        place: int = 0,
     ) -> int:
-        """Writes an upload and returns its length. number: the upload's own."""
-        rows, length = shape.num_rows, shape.usual_length if not prefill else shape.length
+        """Writes an upload, by default of filler rows alone, and returns its length. number: see the module."""
+        rows = shape.num_rows
+        length = shape.length if prefill else shape.usual_length
         assert len(slots) <= rows, f"{len(slots)} decode rows in a program of {rows}"
         # One list that goes into the array at once: for few rows an access to an array costs as much as ten to a list.
-        # Its head is in the order of NUMBER_AT, LIMIT_AT, PLACE_AT, LENGTH_AT.
-        numbers = [number, limit, place, length, *slots, *[self._state.filler_slot] * (rows - len(slots))]
-        numbers += [0] * (2 * rows)
+        numbers = [0] * (HEADER + 3 * rows)
+        numbers[NUMBER_AT], numbers[LIMIT_AT], numbers[PLACE_AT], numbers[LENGTH_AT] = number, limit, place, length
+        numbers[HEADER : HEADER + rows] = *slots, *[self._state.filler_slot] * (rows - len(slots))
         if updates:
             row_of = {slot: row for row, slot in enumerate(slots)}
             for update in updates:
@@ -211,7 +225,7 @@ class StepUpload:
                 numbers[HEADER + rows + row], numbers[HEADER + 2 * rows + row] = update.first_index, len(block_ids)
                 ids_at = HEADER + 3 * rows + row * NEW_BLOCKS
                 array[ids_at : ids_at + len(block_ids)] = block_ids
-        shape.start.pack_into(array.data, 0, *numbers)
+        shape.first_numbers.pack_into(array.data, 0, *numbers)
         if shape.takes_pieces:
             array[shape.first_size : shape.usual_length] = 0
         if prefill:

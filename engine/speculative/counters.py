@@ -133,7 +133,7 @@ class SpeculationCounters:
         cell.rows += len(outcomes)
         cell.tokens += num_tokens
         counts = cell.outcomes
-        for outcome in outcomes:  # Counter's own `update` asks first what it was given: dear in a hot loop
+        for outcome in outcomes:  # not Counter's own `update`, which asks first for the type of what it was given
             counts[outcome] = counts.get(outcome, 0) + 1
         if steady_time_s is not None:
             cell.decode_steps += 1

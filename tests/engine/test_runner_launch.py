@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import LLM, DFlashDecodingConfig, SamplingParams
+from engine.request import EngineRequest
 from tests.toy import make_drafter, make_target
 
 PROMPTS = [list(range(40, 52)), list(range(90, 121)), [7, 8, 9], list(range(20, 45))]
@@ -99,3 +100,25 @@ def test_a_launch_never_waits_for_the_device(models):
 
         runner.launch = strict
         assert [o[1] for o in outputs(llm)] == [o[1] for o in truth]
+
+
+def test_an_interrupted_launch_leaves_its_thread_as_it_was(models, monkeypatch):
+    """Also where the interrupt comes as inference mode begins, which then is on already."""
+    enter = torch.inference_mode.__enter__
+
+    def interrupted(mode: torch.inference_mode) -> None:
+        enter(mode)
+        raise KeyboardInterrupt
+
+    with build(models, decode_programs="repeated") as llm:
+        llm.core.add_request(EngineRequest(request_id="r", prompt_token_ids=(5, 6, 7), params=PARAMS[0]))
+        llm.core.step()
+        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+        monkeypatch.setattr(torch.inference_mode, "__enter__", interrupted)
+        was_interrupted = False
+        try:  # not `pytest.raises`, which keeps the frames
+            llm.core.step()
+        except KeyboardInterrupt:
+            was_interrupted = True
+        monkeypatch.undo()
+        assert was_interrupted and not torch.is_inference_mode_enabled()
