@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _OWN_PATHS = "/-/"  # Serve's routes, which are no part of OpenAI's API
 _MAX_TEXT_BYTES = 4096
 _CODES = {429: "rate_limit_exceeded", 503: "overloaded"}  # of what may succeed later
-_KEPT_HEADERS = ("x-request-id", "retry-after")
+_REQUEST_ID = "x-request-id"
 
 
 def middlewares() -> list[Middleware]:
@@ -61,18 +61,24 @@ class ProxyErrors:
         except Exception:
             if is_started:
                 raise  # the server closes the connection without a proper end, so the client sees the break
-            logger.exception("Serve's proxy failed with a request to %s.", clip(scope["path"]))
-            await error_response(internal_error())(scope, receive, send)
-            return
-        if is_started:
-            return
-        if refusal is None:
-            error, headers = _lost(), Headers(scope=scope)  # Serve has put an id into a request that came without one
+            error, kept = internal_error(), _kept(Headers(scope=scope), _REQUEST_ID)
+            request_id = clip(kept.get(_REQUEST_ID, "without an id"))
+            logger.exception("Serve's proxy failed with request %s to %s.", request_id, clip(scope["path"]))
         else:
-            error, headers = _as_api_error(refusal["status"], text), Headers(raw=refusal["headers"])
+            if is_started:
+                return
+            if refusal is None:  # Serve has put an id into a request that came without one
+                error, kept = _lost(), _kept(Headers(scope=scope), _REQUEST_ID)
+            else:
+                error = _as_api_error(refusal["status"], text)
+                kept = _kept(Headers(raw=refusal["headers"]), _REQUEST_ID, "retry-after")
         response = error_response(error)
-        response.headers.update({name: headers[name] for name in _KEPT_HEADERS if name in headers})
+        response.headers.update(kept)
         await response(scope, receive, send)
+
+
+def _kept(headers: Headers, *names: str) -> dict[str, str]:
+    return {name: headers[name] for name in names if name in headers}
 
 
 def _is_of_proxy(start: Message) -> bool:

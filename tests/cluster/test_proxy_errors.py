@@ -128,6 +128,21 @@ async def test_a_request_keeps_its_id(error: Exception) -> None:
     assert len((await ask(app)).headers.get_list("x-request-id")) == 1
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["lost", "raises"])
+async def test_of_the_client_s_headers_an_answer_keeps_the_id_alone(
+    fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if fails:
+            raise RuntimeError("a secret")
+
+    reply = await ask(ProxyErrors(app), **{"x-request-id": "abc", "retry-after": "99"})
+    assert reply.status_code == (500 if fails else 503) and "secret" not in reply.text
+    assert reply.headers.get_list("x-request-id") == ["abc"]
+    assert reply.headers.get_list("retry-after") == ([] if fails else ["1"])
+    assert ("request abc" in caplog.text and "a secret" in caplog.text) == fails
+
+
 async def test_a_proxy_that_raises_is_a_500() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("a secret")
